@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 
 from bench.shared import Notes, command_line
+from tests.convert.folders import write_byte_pairs
 
 LLAMA = {"architectures": ["LlamaForCausalLM"], "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "rope_theta": 1e4}
 BITS = {"BF16": 2, "F8_E4M3": 1, "U8": 1, "F32": 4}
@@ -239,33 +240,17 @@ def tokenizer(folder: Path, rows: int) -> None:
 
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     texts = [*letters, *(f"{a}{b}" for a in letters for b in letters)]
-    merges = [[a, b] for a in letters for b in letters]
+    merges = [f"{a} {b}" for a in letters for b in letters]
     for text in texts[256 : 256 + 65536]:
         if len(texts) >= rows - 1:
             break
         for a in letters[:8]:
             texts.append(text + a)
-            merges.append([text, a])
+            merges.append(f"{text} {a}")
     texts = list(dict.fromkeys(texts))[: rows - 1]
     known = set(texts)
-    merges = [pair for pair in merges if "".join(pair) in known]
-    end = {"id": len(texts), "content": "<|end|>", "special": True, "single_word": False}
-    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    made = {
-        "version": "1.0",
-        "added_tokens": [{**end, "lstrip": False, "rstrip": False, "normalized": False}],
-        "model": {"type": "BPE", "vocab": {text: id for id, text in enumerate(texts)}, "merges": merges},
-        "pre_tokenizer": level,
-        "decoder": level,
-        "truncation": None,
-        "padding": None,
-        "normalizer": None,
-        "post_processor": None,
-    }
-    (folder / "tokenizer.json").write_text(json.dumps(made))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>"})
-    )
+    merges = [pair for pair in merges if pair.replace(" ", "") in known]
+    write_byte_pairs(folder, texts, merges)
 
 
 def part(target: Path) -> Path:

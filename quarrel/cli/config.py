@@ -31,12 +31,7 @@ _OWN = ("model", "models")
 def config_path(given: str | None) -> Path | None:
     """The file: the one that is named, or the user's own where it exists."""
     if given is not None:
-        try:
-            return Path(given).expanduser()
-        except RuntimeError:
-            raise ConfigError(
-                f"{given} begins with ~ and the name of no user of this machine: write the path out"
-            ) from None
+        return Path(os.path.expanduser(given))
     base = os.environ.get("XDG_CONFIG_HOME") or os.path.expanduser("~/.config")
     path = Path(base) / "quarrel" / "config.toml"
     return path if path.is_file() else None

@@ -103,7 +103,8 @@ def _load_and_serve(args: Arguments, model: str, old: Path | None, words: Sequen
     early.start()
     try:
         template = template_of(args)
-        sampling_of(args), keys_of(args)
+        sampling_of(args)
+        keys_of(args)
         for name in ("slot_save_path", "media_path"):
             folder_of(args, name)
         llm = _load(args, model, options)
@@ -285,7 +286,7 @@ def settings_of(
         port=port,
         llama=True,
         chat_template=template,
-        more_api_keys=keys_of(args),
+        api_keys=keys_of(args),
         data_dir=DATA_DIR / "llama-server",  # a launcher knows nothing of keys that were made for `quarrel serve`
         hosts=() if loopback else ("*",),  # a page whose name leads here must not get in
         open_access=True,

@@ -58,7 +58,7 @@ def build(
     """Puts an application together; `load` makes a model from what `settings.models` names. tools: open while it runs.
     models: those of the application around this one, if it is a part of one."""
     traces = traces or Traces()
-    keys = Keyring(settings.data_dir, settings.api_key, *settings.more_api_keys)
+    keys = Keyring(settings.data_dir, settings.api_keys)
     settings.check(bool(keys.keys()))
     limits = Limits(settings.rates, settings.shared_limits, settings.timeout + settings.grace)
     models = models or ModelManager(

@@ -12,7 +12,7 @@ import os
 import secrets
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -48,10 +48,10 @@ class Keyring:
     given: keys more, which are never written.
     """
 
-    def __init__(self, folder: Path, *given: str) -> None:
+    def __init__(self, folder: Path, given: Sequence[str] = ()) -> None:
         self.path = folder / FILE
         ids = (GIVEN, *(f"{GIVEN} {i}" for i in range(2, 1 + len(given))))  # each is a caller of its own
-        self._given = tuple(Key(id, id, _hash(key), time.time()) for id, key in zip(ids, filter(None, given)))
+        self._given = tuple(Key(id, id, _hash(key), time.time()) for id, key in zip(ids, given))
         self._mark = folder / MARK
         self._stamp: tuple[int, int, int] | None = None
         self._keys: tuple[Key, ...] = ()

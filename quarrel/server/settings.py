@@ -41,9 +41,8 @@ class Settings:
     """A second listener with /metrics alone; None serves it on `port` only."""
     data_dir: Path = DATA_DIR
     """Where API keys are kept (as hashes)."""
-    api_key: str = field(default="", repr=False)
-    """A key that is good beside those; only its hash is kept further on."""
-    more_api_keys: tuple[str, ...] = field(default=(), repr=False)
+    api_keys: tuple[str, ...] = field(default=(), repr=False)
+    """Keys that are good beside those; only their hashes are kept further on."""
     origins: tuple[str, ...] = ()
     """Web origins besides the server's own that browsers may call from, as patterns (`Origins`)."""
     hosts: tuple[str, ...] = ()
@@ -147,8 +146,9 @@ class Settings:
                 raise ConfigError(f"the {name} is {port}, wanted 0 to 65535")
         if self.metrics_port is not None and self.metrics_port == self.port != 0:
             raise ConfigError(f"port and metrics port are both {self.port}: give one of them another number")
-        if 0 < len(self.api_key) < SHORTEST_KEY and not self.llama:  # there the launcher makes one up
-            raise ConfigError(f"the API key has {len(self.api_key)} characters, wanted {SHORTEST_KEY} random ones or more")
+        shortest = min(map(len, self.api_keys), default=SHORTEST_KEY)
+        if shortest < SHORTEST_KEY and not self.llama:  # there the launcher makes one up
+            raise ConfigError(f"the API key has {shortest} characters, wanted {SHORTEST_KEY} random ones or more")
         networks(self.trusted_proxies)
         Origins(self.origins)
         if not self.loopback and not has_keys and not self.open_access:
@@ -176,7 +176,7 @@ _VARIABLES = {
     "WEBUI_METRICS_PORT": "metrics_port",
     "WEBUI_DATA_DIR": "data_dir",
     "WEBUI_ALLOWED_ORIGINS": "origins",
-    "WEBUI_API_KEY": "api_key",
+    "WEBUI_API_KEY": "api_keys",
     "WEBUI_SHARED_LIMITS": "shared_limits",
     "MODEL_PATH": "models",
 }
@@ -195,7 +195,7 @@ def from_environment(variables: Mapping[str, str]) -> dict[str, object]:
             found[name] = int(value)
         elif name == "origins":
             found[name] = tuple(v.strip() for v in value.split(",") if v.strip())
-        elif name == "models":
+        elif name in ("models", "api_keys"):
             found[name] = (value,)
         else:
             found[name] = Path(value) if name == "data_dir" else value

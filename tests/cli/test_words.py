@@ -123,7 +123,7 @@ def test_a_wrong_command_line_is_status_2(line: str, capsys: pytest.CaptureFixtu
         ("keys create a --days 1e9", "--days is 1e+09, wanted more than 0 and at most 36500"),
         ("keys create a --days nan", "--days is nan, wanted"),
         ("keys rotate a --overlap inf", "--overlap is inf, wanted 0 to 876000"),
-        ("generate --config ~nobody-here/x x", "~nobody-here/x begins with ~ and the name of no user"),
+        ("generate --config ~nobody-here/x x", "~nobody-here/x: No such file or directory"),
     ],
 )
 def test_what_is_nearly_right_is_told(line: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,10 +53,15 @@ def write_safetensors(path: Path, tensors: Mapping[str, np.ndarray], types: Mapp
 def write_tokenizer(folder: Path, rows: int) -> None:
     """A byte-level tokenizer of `rows` tokens."""
     texts = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", *(f"more{i}" for i in range(rows))][: rows - 1]
-    vocab, merges = {text: id for id, text in enumerate(texts)}, ["t h"] if "th" in texts else []
-    end = {"id": rows - 1, "content": "<|end|>", "special": True, "single_word": False}
+    write_byte_pairs(folder, texts, ["t h"] if "th" in texts else [])
+
+
+def write_byte_pairs(folder: Path, texts: Sequence[str], merges: Sequence[str]) -> None:
+    """A byte-level tokenizer of these texts and one more, which ends a text."""
+    vocab = {text: id for id, text in enumerate(texts)}
+    end = {"id": len(texts), "content": "<|end|>", "special": True, "single_word": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-    model = {"type": "BPE", "vocab": vocab, "merges": merges}
+    model = {"type": "BPE", "vocab": vocab, "merges": list(merges)}
     made = {
         "version": "1.0",
         "added_tokens": [{**end, "lstrip": False, "rstrip": False, "normalized": False}],

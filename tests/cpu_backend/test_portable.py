@@ -49,8 +49,10 @@ def kernels(level: features.Level) -> list[KernelDef]:
         logprobs(20),
         float_linear("F16", level, 77),
     ]
-    first, step = (0, 1) if level.name in ("avx2", "neon") else (len(level.name) % 3, 3)  # others: a third of the formats
-    every += [matvec(fmt, level, fmt.elements == 32) for fmt in [*BLOCKS.values()][first::step]]
+    formats = [*BLOCKS.values()]
+    if level.name not in ("avx2", "neon"):  # others a third, each another one
+        formats = formats[[*features.LEVELS].index(level.name) :: 3]
+    every += [matvec(fmt, level, fmt.elements == 32) for fmt in formats]
     return [*every, *(tile(BLOCKS[name], level, False, 512) for name in ("Q4_K", "Q8_0"))]
 
 

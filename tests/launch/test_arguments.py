@@ -129,7 +129,7 @@ def test_keys_may_stand_in_a_file(tmp_path: Path) -> None:
     args = parse(words, {})
     assert keys_of(args) == ("a", "b", "one-key", "another")
     assert origins_of(args) == ("*",)
-    ring = Keyring(tmp_path, "", *keys_of(args))
+    ring = Keyring(tmp_path, keys_of(args))
     found = [ring.find(key) for key in ("a", "another", "none", "")]
     assert [key and key.id for key in found] == ["given", "given 4", None, None]
     for name, said in (("none", "holds no key"), ("absent", "No such file")):

@@ -219,7 +219,7 @@ def test_errors_are_the_clients_own(client: anthropic.Anthropic, made: Live, mon
 
 
 def test_keys_come_in_its_header(tmp_path: Any) -> None:
-    with running(Settings(data_dir=tmp_path, api_key="k" * 20, chat_template=TEMPLATE), load) as made:
+    with running(Settings(data_dir=tmp_path, api_keys=("k" * 20,), chat_template=TEMPLATE), load) as made:
         with anthropic.Anthropic(base_url=made.url, api_key="k" * 20, max_retries=0) as client:
             assert client.messages.create(**body(max_tokens=1)).content
             assert client.models.list().data[0].id == "demo"

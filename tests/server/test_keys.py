@@ -141,7 +141,7 @@ WRONG = [{"id": 5}, {"name": None}, {"hash": 5}, {"hash": "\u00e9"}, {"created":
 
 
 def test_a_file_that_is_no_list_of_keys_is_never_no_keys(tmp_path: Path) -> None:
-    ring = Keyring(tmp_path, "given")
+    ring = Keyring(tmp_path, ["given"])
     (tmp_path / "keys.json").write_text(json.dumps([KEY, {**KEY, "expires": 5}]))
     assert [k.id for k in held(ring)] == ["a", "a", "given"]
     for text in ("", "[]", "{}", "null", '["a"]', "[" * 99_999, *(json.dumps([KEY, {**KEY, **w}]) for w in WRONG)):
@@ -166,7 +166,7 @@ def test_a_file_that_has_gone_opens_nothing(tmp_path: Path) -> None:
     (tmp_path / "keys.made").touch()
     with pytest.raises(ConfigError, match="has gone"):
         Keyring(tmp_path).keys()
-    assert [k.id for k in held(Keyring(tmp_path, "secret"))] == ["given"]
+    assert [k.id for k in held(Keyring(tmp_path, ["secret"]))] == ["given"]
     (tmp_path / "keys.made").unlink()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"the API keys cannot be read \(Not a directory\)"):

@@ -308,7 +308,7 @@ def test_a_hole_in_a_text_is_put_between_its_tokens(engine: httpx.Client) -> Non
 
 
 def test_a_short_key_is_taken_from_a_launcher(tmp_path: Path) -> None:
-    settings = Settings(data_dir=tmp_path, llama=True, api_key="abc")
+    settings = Settings(data_dir=tmp_path, llama=True, api_keys=("abc",))
     with running(settings) as live:
         refused = live.client.post("/tokenize", json={"content": "a"})
         assert (refused.status_code, refused.json()["error"]["type"]) == (401, "authentication_error")

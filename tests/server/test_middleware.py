@@ -87,7 +87,7 @@ def test_with_a_key_it_answers(locked: Live) -> None:
 
 def test_a_key_of_the_environment_is_good_and_is_written_nowhere(tmp_path: Path) -> None:
     secret = "a key of the environment"
-    ring = Keyring(tmp_path, secret)
+    ring = Keyring(tmp_path, [secret])
     ring.create("another")
     assert (made := ring.find(secret)) is not None
     assert made.id not in ring.path.read_text("utf-8")
@@ -96,7 +96,7 @@ def test_a_key_of_the_environment_is_good_and_is_written_nowhere(tmp_path: Path)
     ring.path.unlink()  # whoever takes the file away opens nothing
     with pytest.raises(ConfigError, match="has gone"):
         ring.keys()
-    with running(Settings(data_dir=tmp_path, api_key=secret)) as made_live:
+    with running(Settings(data_dir=tmp_path, api_keys=(secret,))) as made_live:
         assert made_live.client.get("/v1/models").status_code == 401
         assert made_live.client.get("/v1/models", headers={"Authorization": f"Bearer {secret}"}).status_code == 200
     assert secret not in repr(made_live.settings)
@@ -119,7 +119,7 @@ def test_an_unusable_key_file_closes_the_server(tmp_path: Path, text: str) -> No
             assert made.client.get("/v1/models", headers=headers).status_code == 503
             assert made.client.post("/v1/completions", json={"prompt": "a"}, headers=headers).status_code == 503
     with pytest.raises(ConfigError, match=r"is not a list of API keys"):
-        build(Settings(data_dir=tmp_path, api_key="k" * 16), load)
+        build(Settings(data_dir=tmp_path, api_keys=("k" * 16,)), load)
 
 
 def test_a_key_file_that_has_gone_closes_the_server_and_the_next_one(tmp_path: Path) -> None:

@@ -311,7 +311,7 @@ def test_what_is_to_be_had_is_pulled_and_the_rest_plainly_refused(
 
 
 def test_keys_and_origins_guard_these_routes_too(tmp_path: Path) -> None:
-    with running(Settings(data_dir=tmp_path, api_key="0123456789abcdef", rates=Rates(requests=0))) as made:
+    with running(Settings(data_dir=tmp_path, api_keys=("0123456789abcdef",), rates=Rates(requests=0))) as made:
         for method, path in (("POST", "/api/create"), ("DELETE", "/api/delete"), ("POST", f"/api/blobs/sha256:{'0' * 64}")):
             answer = made.client.request(method, path, json={"model": "demo"})
             assert (answer.status_code, isinstance(answer.json()["error"], str)) == (401, True)

@@ -196,7 +196,7 @@ def test_variables_are_read_and_checked(
         "host": "::1",
         "origins": ("https://a.b", "https://c.d"),
         "models": ("m",),
-        "api_key": "short",
+        "api_keys": ("short",),
     }
     assert cache_variables(variables) == {}
     assert cache_variables({"WEBUI_CACHE_DIR": str(tmp_path)}) == {
@@ -205,7 +205,7 @@ def test_variables_are_read_and_checked(
     }
     assert cache_variables({"WEBUI_CACHE_DIR": "/c", "TRITON_CACHE_DIR": "/t"})["TRITON_CACHE_DIR"] == "/t"
     with pytest.raises(ConfigError, match="has 5 characters, wanted 16"):
-        Settings(api_key="short").check(False)
+        Settings(api_keys=("short",)).check(False)
     monkeypatch.setenv("WEBUI_PORT", "many")
     assert main(["serve", "demo", "--data-dir", str(tmp_path)]) == 1
     assert "WEBUI_PORT is 'many'" in capsys.readouterr().err

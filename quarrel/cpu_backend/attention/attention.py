@@ -145,16 +145,18 @@ def _seen_to(k: Kernel, a: Fields, row: Val) -> Val:
     return k.load(a.see_to + (row << 2), I32).to(I64) + 1
 
 
-def _by_rows(k: Kernel, s: Shape, rows: Val, here: Callable[[], None], many: Callable[[], None]) -> None:
-    """Either, by the number of query rows, where the layer has a way for few."""
+def _in_cache_or_unpacked(
+    k: Kernel, s: Shape, rows: Val, in_cache: Callable[[], None], unpacked: Callable[[], None]
+) -> None:
+    """A few query rows read the cache, if the layer can be read so; more of them what was unpacked once for all."""
     if not direct.takes(s):
-        many()
+        unpacked()
         return
     with k.either(rows <= direct.MOST_ROWS) as (yes, no):
         with yes:
-            here()
+            in_cache()
         with no:
-            many()
+            unpacked()
 
 
 def attention(s: Shape, level: Level) -> KernelDef:
@@ -196,14 +198,14 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 q, p = scratch + at_q + r * q_bytes, scratch + at_p + r * (4 * SPLIT)
                 scores(k, level, s, q, scratch + at_k, p, n, first, last)
 
-            def score_many() -> None:
+            def score_unpacked() -> None:
                 _unpack_keys(k, level, keys, values, start, first, count, scratch + at_k)
                 by_rows(k, rows, (widest, 1), score)
 
-            def score_direct() -> None:
+            def score_in_cache() -> None:
                 direct.scores(k, level, s, scratch + at_q, keys, scratch + at_p, rows, start, (first, count), high)
 
-            _by_rows(k, s, rows, score_direct, score_many)
+            _in_cache_or_unpacked(k, s, rows, score_in_cache, score_unpacked)
             with k.range(0, rows) as r:
                 own = position + r.udiv(s.group)
                 seen = _seen_to(k, a, first_row + r.udiv(s.group)) if s.spans else own + 1
@@ -219,16 +221,16 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 factors = (scratch + (r << 2) + x for x in (at_a, at_b))
                 weigh_values(k, level, s, p, scratch + at_v, o, *factors, n, first, last)
 
-            def weigh_many() -> None:
+            def weigh_unpacked() -> None:
                 _unpack_values(k, level, values, start, oldest, count, scratch + at_v)
                 by_rows(k, rows, (widest, 1), weigh)
 
-            def weigh_direct() -> None:
+            def weigh_in_cache() -> None:
                 sums = scratch + at_s
                 direct.weigh_values(k, level, s, scratch + at_p, values, sums, rows, start, (oldest, count), high)
                 direct.add_values(k, s, sums, *(scratch + x for x in (at_o, at_a, at_b)), rows)
 
-            _by_rows(k, s, rows, weigh_direct, weigh_many)
+            _in_cache_or_unpacked(k, s, rows, weigh_in_cache, weigh_unpacked)
         with k.range(0, rows) as r:
             total, factor = k.load(scratch + (r << 2), F32, at_l), k.f32(1.0)
             if s.sinks:

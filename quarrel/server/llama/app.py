@@ -55,7 +55,7 @@ def build(
     """Of one model, which is loaded, or of several, which `load` loads when they are wanted. They are closed when the
     application ends. load: needed, too, where the one model is unloaded while nobody uses it. names: of the models,
     read anew where a caller asks for that. tools: MCP servers that run."""
-    keys = Keyring(settings.data_dir, settings.api_key, *settings.more_api_keys)
+    keys = Keyring(settings.data_dir, settings.api_keys)
     settings.check(bool(keys.keys()))
     limits, traces = Limits(settings.rates, settings.shared_limits, settings.timeout + settings.grace), Traces()
     figures, facts = Figures(), Facts(settings)

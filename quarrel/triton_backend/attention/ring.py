@@ -4,7 +4,7 @@ It takes the splits of `splits.py`, as `attend_one` does, and a second launch jo
 how many keys a sequence has: a captured step serves all lengths of its bucket.
 
 The form before it, without a producer warp, was right on an H200 and took 35.7 us for 43.3 behind 32,000 keys of Mistral-7B
-(28.9 for 47.9 in int8, 26.6 for 51.4 in fp8; `bench/ops/kernels/long_ring.py`). No GPU has run this one (`trials.py`).
+(28.9 for 47.9 in int8, 26.6 for 51.4 in fp8). No GPU has run this one (`trials.py`).
 """
 
 from __future__ import annotations
