@@ -21,7 +21,7 @@ from quarrel.bench.report import Figure, statistics
 from quarrel.bench.subject import Source, Subject, limits_for
 from quarrel.bench.workload import Test
 from quarrel.gguf import GGUFFile, resolve
-from quarrel.llm.memory import decoded_room
+from quarrel.llm.memory import decoded_room, step_bytes
 from quarrel.ops.step import Backend, ComputeChoice
 
 
@@ -45,8 +45,9 @@ class How:
         return self.deadline is not None and time.perf_counter() > self.deadline
 
 
-ROOM = 8 << 30
-"""Bytes beside weights that a test may take, before weights are kept decoded for prompts as they are in `LLM`."""
+ROOM = 4 << 30
+"""Bytes beside weights, caches and values of a step, for the checks and graphs, before weights are kept decoded for prompts as
+they are in `LLM`."""
 
 
 class Session:
@@ -68,7 +69,8 @@ class Session:
             limits = limits_for(tests, rows, source.encodes)
             sixteen = self.backend.compute_of(self.how.compute) != "float32"
             if self.backend.name == "triton" and sixteen and not source.encodes:
-                left = self.backend.free_bytes() - sum(t.nbytes for t in file.tensors.values()) - ROOM
+                taken = sum(t.nbytes for t in file.tensors.values()) + step_bytes(source.program, limits)
+                left = self.backend.free_bytes() - taken - ROOM
                 limits = replace(limits, decoded_bytes=decoded_room(source.program, left))
             subject = Subject(source, self.backend, limits, self.how.compute)
             say(f"{name}: loaded in {subject.load_seconds:.2f} s")

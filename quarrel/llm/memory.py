@@ -169,6 +169,12 @@ def state_bytes(program: Program) -> int:
     return sum(4 * math.prod(state.shape) for state in program.states)
 
 
+def step_bytes(program: Program, limits: Limits) -> int:
+    """Caches, states and values of a step of these limits, in 16 bits."""
+    cache = cache_bytes_per_token(program, "float16") * limits.n_blocks * limits.block_size
+    return cache + state_bytes(program) * limits.states + scratch_bytes(program, limits.max_tokens, limits.max_seqs)
+
+
 def scratch_bytes(program: Program, tokens: int, rows: int) -> int:
     """Values that are alive at once in a step, as float32: those of its tokens, with room for what backends add, and those
     of the rows whose results are wanted."""

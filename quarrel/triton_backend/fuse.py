@@ -93,9 +93,9 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = 
     chosen = (_chosen(nodes, i, fusions, source, maker, readers, kept) for i, n in enumerate(nodes) if n.op is ROUTE)
     fusions += [f for f in chosen if f is not None]
     if joins:
-        for i, node in enumerate(nodes):
-            if node.op is LINEAR_ADD:
-                fusions += _joined(nodes, i, fusions, source, maker, readers, kept)
+        added = (i for i, node in enumerate(nodes) if node.op is LINEAR_ADD)
+        together = [_joined(nodes, i, fusions, source, maker, readers, kept) for i in added]
+        fusions += [f for f in together if f is not None]
     return fusions
 
 
@@ -267,29 +267,29 @@ def _joined(
     maker: Mapping[int, int],
     readers: Mapping[int, Sequence[int]],
     kept: set[int],
-) -> list[Fusion]:
+) -> Fusion | None:
     """LINEAR_ADD of a shared expert onto chosen ones: of a few rows, all of them together behind the router."""
     down, active = source(i, 0), source(i, 1)
     if down is None or active is None or nodes[down].op is not EXPERT_DOWN:
-        return []
+        return None
     rated, rate = active, None
     if nodes[active].op is GATED and nodes[active].spec.per_row:
         rate, inner = nodes[active].inputs[0], source(active, 1)
         if nodes[active].spec.activation != "sigmoid" or inner is None:
-            return []
+            return None
         active = inner
     if nodes[active].op not in (GATED, PLAIN) or not _whole_rows(nodes[active]):
-        return []
+        return None
     up, ids = source(down, 0), nodes[down].inputs[1]
     maps = [m for m in (source(active, place) for place in range(len(nodes[active].inputs))) if m is not None]
     if up is None or nodes[up].op is not EXPERT_UP or not maps or any(nodes[m].op is not LINEAR for m in maps):
-        return []
+        return None
     assert isinstance(ids, Value)
     choice = maker.get(ids.id, -1)
     if choice < 0 or nodes[choice].op is not ROUTE or {v.id for v in nodes[choice].outputs} & kept:
-        return []
+        return None
     if {at for v in nodes[choice].outputs for at in readers.get(v.id, ())} != {up, down}:
-        return []
+        return None
     last = _added(nodes, i, source, readers)
     own = [nodes[m] for m in maps]
     made = Joined(
@@ -297,20 +297,11 @@ def _joined(
         rate if isinstance(rate, Value) else None, None if last is None else nodes[last],
     )  # fmt: skip
     if not made.fits():
-        return []
+        return None
     end = i if last is None else last
     parts: dict[int, Build | None] = dict.fromkeys((up, down, *maps, active, rated, i))
     parts |= {choice: _chooses(nodes, choice, fusions, source, made), end: lambda site, _: made.build(site)}
-    together = Fusion(parts, joined.ROWS, joined.LEAST, made.pack, dict.fromkeys((up, down), made.describe()))
-    if made.more == 1:
-        return [together]
-    # Columns of down lie in parts, which one row and many read too.
-    if last is None or not any(f.rows == 1 and {last, active, up} <= f.parts.keys() for f in fusions):
-        return []
-    routed, scale = nodes[down].outputs[0], nodes[last].spec.scale
-    out = nodes[last].outputs[0]
-    by_parts = {last: lambda site, _: joined.build_parts(site, nodes[i], out, routed, scale)}
-    return [together, Fusion(by_parts, joined.PARTS_ROWS)]
+    return Fusion(parts, joined.ROWS, joined.LEAST, made.pack, dict.fromkeys((up, down), made.describe()))
 
 
 def _whole_rows(node: Node) -> bool:

@@ -13,7 +13,7 @@ from quarrel.ops.collective import Group
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, WeightRef
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Choice
-from quarrel.triton_backend import fuse, ring_order
+from quarrel.triton_backend import fuse
 from quarrel.triton_backend.attention.paged import splits_for
 from quarrel.triton_backend.attention.rope import left_to_attention
 from quarrel.triton_backend.attention.splits import MOST_SPLITS
@@ -21,9 +21,7 @@ from quarrel.triton_backend.experts.host import is_hosted
 from quarrel.triton_backend.experts.joined import joins
 from quarrel.triton_backend.formats.int8x2 import readers, words
 from quarrel.triton_backend.formats.weights import Weights
-from quarrel.triton_backend.linear import ring
 from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
-from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import DTYPES, E4M3, Cache, Decoded, Packed, Slot
 from quarrel.triton_backend.runtime.buffers import Place, Scratch, place, view
 from quarrel.triton_backend.runtime.launch import Launcher, launch
@@ -79,20 +77,15 @@ class Plan(Site):
         outside = {i for i, choice in enumerate(self.choices) if is_hosted(choice)}
         self._read_int8x2, self._read_plain = readers(nodes, self.compute, outside)
         self._int8x2: dict[int, torch.Tensor] = {}
-        by_ring = (
-            "ring-order" in trials.on and self.deterministic and not self.float8 and ring.declines_device(self) is None
-        )
-        self._in_ring_order = ring_order.values(self.choices, self.kept) if by_ring else set()
         left_alone = {v.id for i in outside for v in self.choices[i].node.outputs}
         fusions = fuse.find(nodes, self.compute, self.kept | left_alone, joins(self))
         self.notes = {i: note for fusion in fusions for i, note in fusion.notes.items()}
         packs = {fusion.first: fusion.packs for fusion in fusions if fusion.packs is not None}
         self._until = fuse.lifetimes(fusions, nodes)
         parts = fuse.by_node(fusions)
-        whole = [c.node for c in self.choices] if "ring-order" in trials.on else nodes
-        pairs = left_to_attention(whole, self.kept)
-        self._ropes = {whole[i].outputs[0].id: whole[i] for i, _ in pairs}
-        read = [(v.id, at) for i, at in pairs for v in whole[i].inputs if isinstance(v, Value)]
+        pairs = left_to_attention(nodes, self.kept)
+        self._ropes = {nodes[i].outputs[0].id: nodes[i] for i, _ in pairs}
+        read = [(v.id, at) for i, at in pairs for v in nodes[i].inputs if isinstance(v, Value)]
         self._until |= {id: max(at, self._until.get(id, 0)) for id, at in read}
         self.nbytes = 0
         self.slots.update(self.inputs)
@@ -208,9 +201,6 @@ class Plan(Site):
         if value.id not in self._int8x2:  # a fusion builds its nodes once more, for steps of other rows
             self._int8x2[value.id] = torch.empty(rows * words(int(k)), dtype=torch.int32, device=self.device)
         return self._int8x2[value.id], value.id in self._read_plain or value.id in self.kept
-
-    def in_ring_order(self, value: Value) -> bool:
-        return value.id in self._in_ring_order
 
     def rope_of(self, value: Value) -> Node | None:
         return self._ropes.get(value.id)

@@ -215,9 +215,7 @@ class _NoWeights:
         raise AssertionError(ref)
 
 
-def inside_and_apart(
-    style: Any, compute: Any, deterministic: bool = False
-) -> list[tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor]]:
+def inside_and_apart(style: Any, compute: Any) -> list[tuple[list[str], torch.Tensor, torch.Tensor, torch.Tensor]]:
     """A step without prompts leaves rotation and append to the attention, one with prompts does not: what each launches,
     its rows and the cache after it."""
     rope = [RopeSpec(style, n, 64, 64, 1.1) for n in (4, 2)]
@@ -247,7 +245,7 @@ def inside_and_apart(
         flat = [torch.from_numpy(p.reshape(-1).copy()).to(DEVICE, DTYPES[compute]) for p in parts]
         slots = {v.id: Slot(x) for v, x in zip(values, flat)}
         slots |= {v.id: Slot(torch.from_numpy(arrays[n].astype(np.int32)).to(DEVICE)) for n, v in ints.items()}
-        items = item_starts(starts, kv_len, same=deterministic)
+        items = item_starts(starts, kv_len)
         width = torch.tensor([table.shape[1]], dtype=torch.int32, device=DEVICE)
         work = Tables(Slot(torch.from_numpy(items).to(DEVICE)), Slot(width))
         launched: list[str] = []
@@ -259,7 +257,7 @@ def inside_and_apart(
         choices = lower(Program(nodes, {v.name: v for v in (*values, *ints.values())}, {}, ()), REGISTRY)
         rows = {"T": 3, "S": 3, "R": 3, "items": int(items[-1])}
         weights = Weights(_NoWeights(), held.k.device, compute)
-        plan = Plan(choices, slots, {y.id}, rows, weights, [held], [], work, compute, held.k.device, launch, deterministic)
+        plan = Plan(choices, slots, {y.id}, rows, weights, [held], [], work, compute, held.k.device, launch)
         plan.fill(255)
         for go in plan.launches:
             go(Batch(3, 3, 3, True, several, int(items[-1])))

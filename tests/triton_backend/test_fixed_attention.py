@@ -23,8 +23,7 @@ from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime.arrays import DTYPES, Slot
 from quarrel.triton_backend.runtime.cache import from_host
 from quarrel.triton_backend.runtime.site import Batch, Tables
-from tests.triton_backend.cases import COMPUTES
-from tests.triton_backend.test_attention import SPEC, batch, inside_and_apart
+from tests.triton_backend.test_attention import SPEC, batch
 
 SPECS = {
     "plain": SPEC,
@@ -94,30 +93,6 @@ def test_rows_are_right(name: str, compute: Compute) -> None:
     found = (attend(spec, inputs, compute),)
     worst = errors(ATTENTION, spec, found, reference.run_op(ATTENTION, spec, inputs))
     assert max(worst.values()) <= ATTENTION.tolerance[compute]
-
-
-@pytest.mark.parametrize("name", ["plain", "groups of 3"])
-def test_rows_in_the_ring_s_order_are_the_same_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    spec = replace(SPECS[name], head_dim=64)
-    inputs = batch(spec, [(1, 401), (40, 200), (1, 5)])
-    plain = attend(spec, inputs, "float16")
-    monkeypatch.setattr(Plan, "in_ring_order", lambda *_: True)
-    ordered = attend(spec, inputs, "float16")
-    place = np.arange(spec.width)
-    r = place % 128
-    column = place // 128 * 128 + r // 2 % 4 * 32 + r // 8 % 2 * 16 + r // 32 * 4 + r % 2 * 2 + r // 16 % 2
-    assert np.array_equal(ordered, plain[:, column])
-
-
-@pytest.mark.parametrize("compute", COMPUTES)
-@pytest.mark.parametrize("style", ["norm", "neox"])
-def test_rotating_and_appending_inside_changes_no_bit(style: str, compute: Compute) -> None:
-    (launched, *inside), (more, *apart) = inside_and_apart(style, compute, deterministic=True)
-    assert launched == ["attend_fixed_one"]
-    assert more == ["rope_append_rows", "attend_fixed_one", "attend_fixed_many"]
-    for one, other in zip(inside, apart, strict=True):
-        assert not one.isnan().any()
-        assert torch.equal(one, other)
 
 
 def test_splits_lie_at_fixed_keys() -> None:

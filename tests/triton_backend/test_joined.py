@@ -25,7 +25,7 @@ from quarrel.ops.step import Limits
 from quarrel.triton_backend import fuse
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.experts import joined
-from quarrel.triton_backend.experts.shared import _part_words, _words_of
+from quarrel.triton_backend.formats.pack import rows_of
 from quarrel.triton_backend.formats.weights import Blank, Weights, fit_beside
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.step import TritonStep
@@ -118,15 +118,16 @@ def test_a_few_rows_need_no_launch_for_the_shared_expert(backend: TritonBackend)
     step.close()
 
 
-def test_weights_are_packed_once(backend: TritonBackend) -> None:
+@pytest.mark.parametrize(("wide", "copies"), [(1, 0), (2, 1)])
+def test_only_a_down_in_parts_is_packed_twice(backend: TritonBackend, wide: int, copies: int) -> None:
     sizes = []
     for own in (GGMLType.Q4_0, GGMLType.Q8_0):  # of another format than the others: it stays by itself
-        step = backend.compile(program(2, gates=False, own=own), Drawn(), LIMITS, "float16")
+        step = backend.compile(program(wide, gates=False, own=own), Drawn(), LIMITS, "float16")
         assert isinstance(step, TritonStep)
-        sizes.append(step._plan.weights.nbytes() - step._plan.weights.matrix(ref("down_s", own, K, 2 * N)).nbytes)
+        sizes.append(step._plan.weights.nbytes() - step._plan.weights.matrix(ref("down_s", own, K, wide * N)).nbytes)
         step.close()
     # Planes begin at multiples of 256 bytes.
-    assert abs(sizes[0] - sizes[1]) < 4096
+    assert abs(sizes[0] - sizes[1] - copies * K * wide * N // 32 * 18) < 4096
 
 
 def test_which_layers_are_joined() -> None:
@@ -140,9 +141,7 @@ def test_which_layers_are_joined() -> None:
     assert not joins_of(made, kept={ids})
     assert not joins_of(program(2, gates=False, own=GGMLType.Q8_0))
     assert not joins_of(program(1, gates=False, width=48))
-    # One row's kernels read columns in parts only where they add to a stream.
-    assert not joins_of(program(2, gates=False, adds=False))
-    assert joins_of(program(1, gates=False, adds=False))
+    assert joins_of(program(2, gates=False, adds=False))
 
 
 def test_deterministic_steps_compute_every_row_alike(backend: TritonBackend) -> None:
@@ -160,25 +159,24 @@ class Source:
         return self._weights[ref]
 
 
-def test_parts_of_columns_lie_behind_a_stack() -> None:
+def test_parts_of_columns_lie_behind_a_stack_and_by_themselves() -> None:
     stack, wide = ref("stack", GGMLType.Q8_0, 512, 64), ref("wide", GGMLType.Q8_0, 40, 192)
     rng = np.random.default_rng(5)
     drawn = [(r, draw.weight(rng, r.type, r.rows, r.k)) for r in (stack, wide)]
     made = Weights(Source(*drawn), torch.device("cpu"), "float16")
     made.beside([stack, wide], 3)
-    part, whole = made.matrix(wide), made.matrix(wide).whole
-    assert whole is made.matrix(stack).whole
+    alone, whole = made.matrix(wide), made.matrix(stack).whole
     assert whole is not None
-    assert (part.n, part.k, part.parts, whole.n, whole.k) == (40, 192, 3, 512 + 3 * 40, 64)
-    assert made.nbytes() == whole.nbytes
-    values = part.stacked.planes.codes.float().view(3, 40, 2, 32) * part.stacked.planes.scale.float()[..., None].view(
-        3, 40, 2, 1
-    )
+    assert alone.whole is None
+    assert (alone.n, alone.k, whole.n, whole.k) == (40, 192, 512 + 3 * 40, 64)
+    parts = rows_of(whole, 512, 120).planes
+    values = parts.codes.float().view(3, 40, 2, 32) * parts.scale.float()[..., None].view(3, 40, 2, 1)
     dense = values.permute(1, 0, 2, 3).reshape(40, 192).numpy()
     np.testing.assert_array_equal(dense, drawn[1][1].dense())
     twin = Blank("float16")
     twin.beside([stack, wide], 3)
-    assert (twin.matrix(wide).n, twin.matrix(wide).parts) == (40, 3)
+    assert (twin.matrix(wide).n, twin.matrix(wide).k) == (40, 192)
+    assert twin.matrix(stack).whole is not None
 
 
 def test_what_fits_behind_a_stack() -> None:
@@ -188,13 +186,6 @@ def test_what_fits_behind_a_stack() -> None:
     assert not fit_beside([ref("few", GGMLType.Q6_K, 300, 512), ref("wide", GGMLType.Q6_K, 40, 1024)], 2)
     # No whole block in a part.
     assert not fit_beside([ref("stack", GGMLType.Q6_K, 512, 384), ref("wide", GGMLType.Q6_K, 40, 768)], 2)
-
-
-@pytest.mark.parametrize(("k", "parts"), [(1856, 2), (512, 2), (3072, 2), (1408, 2), (1536, 4)])
-def test_a_tile_of_a_part_reads_nothing_behind_the_row(k: int, parts: int) -> None:
-    for format in ("Q8_0", "Q4_K"):
-        tile, words = _part_words(format, k, parts, 512), _words_of(format, k)
-        assert words % tile == 0 or words * parts % tile != 0
 
 
 CASES = [

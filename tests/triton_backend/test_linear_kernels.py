@@ -291,10 +291,7 @@ def test_three_maps_of_an_invariant_ring() -> None:
     whole = packed(6144, 4096)
     beside = three(*(rows_of(whole, at, n) for at, n in ((0, 4096), (4096, 1024), (5120, 1024))))
     apart = three(packed(4096, 4096), packed(1024, 4096), packed(1024, 4096, "Q6_K"))
-    two = packed(5120, 4096)
-    pair = three(rows_of(two, 0, 4096), rows_of(two, 4096, 1024), packed(1024, 4096, "Q6_K"))
     for maps, want in (
-        (pair, ["arrange", "ring", "add_parts_of_three", "ring", "add_parts"]),
         (beside, ["arrange", "ring", "add_parts_of_three"]),
         (apart, ["arrange", *["ring", "add_parts"] * 3]),
     ):
@@ -306,32 +303,6 @@ def test_three_maps_of_an_invariant_ring() -> None:
     invariant.build(site, beside).run(batch(1024))
     (_, (_, _, told)) = site.launched
     assert told["THREE"] is told["IN_TURN"] is True
-    site.launched.clear()
-    invariant.build(site, pair).run(batch(1024))
-    rings = [(told["THREE"], told["IN_TURN"]) for name, _, told in site.launched if name == "ring"]
-    assert rings == [(True, True), (False, False)]
-
-
-def test_rows_that_lie_in_the_ring_s_order_are_not_put_there() -> None:
-    site = Recorder(deterministic=True)
-    for ordered, want in ((False, ["arrange", "ring", "add_parts"]), (True, ["ring", "add_parts"])):
-        site.launched.clear()
-        x = Slot(torch.empty(8 * 14336, dtype=torch.float16, device=META))
-        maps = replace(one(packed(4096, 14336), ordered=ordered), x=x)
-        maps.ys[0].tensor = torch.empty(1 << 20, device=META)
-        invariant.build(site, maps).run(batch(8))
-        assert [name for name, *_ in site.launched] == want
-
-
-def test_gate_and_up_leave_their_rows_in_that_order_where_they_are_read_so() -> None:
-    site = Recorder(deterministic=True)
-    for orders in (False, True):
-        site.launched.clear()
-        pair = [packed(14336, 4096), packed(14336, 4096)]
-        y = Slot(torch.empty(1 << 20, device=META))
-        maps = Maps(Slot(torch.empty(1 << 20, device=META)), [y], pair, [None] * 2, "T", activation="silu", orders=orders)
-        invariant.build(site, maps).run(batch(1))
-        assert [told.get("ORDERED") for _, _, told in site.launched] == [None, orders]
 
 
 def test_a_weight_in_the_compute_type_is_the_library_s_whatever_its_columns() -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.attention.decode import find, oldest_key, rotated
-from quarrel.triton_backend.attention.rope import cache_row, sin_cos
+from quarrel.triton_backend.attention.decode import find, oldest_key
 from quarrel.triton_backend.attention.walk import load_queries, store_rows, tile_at, walk
 
 SPLIT = 512
@@ -109,37 +108,15 @@ def attend_fixed_many(
     store_rows(out, (acc, top, total), sinks, row, head, row_ok, S)
 
 
-@triton.jit
-def token_sin_cos(rotation, token, DIM: tl.constexpr):
-    """Of a whole head's pairs at a token's position, `[1, DIM / 2]` each."""
-    i = tl.arange(0, DIM // 2)
-    sin, cos = sin_cos(tl.load(rotation.positions + token).to(tl.float32) * tl.load(rotation.freq + i))
-    return sin[None, :], cos[None, :]
-
-
-@triton.jit
-def append(cache, rotation, token, kv_head, sin, cos, S: tl.constexpr, NEOX: tl.constexpr):
-    """A token's key, rotated, and its value put into the cache, as `rope.rope_append_rows` does it."""
-    one = tl.arange(0, 1)
-    d = tl.arange(0, S.DIM)
-    at = (token * S.KV_HEADS + kv_head) * S.DIM
-    b_k = rotated(rotation.k, at + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S.DIM // 2)
-    to = cache_row(tl.load(rotation.slots + token).to(tl.int64), kv_head, S.KV_HEADS, S.SIZE) * S.DIM
-    tl.store(cache.k + to + d, tl.reshape(b_k, (S.DIM,)))
-    tl.store(cache.v + to + d, tl.load(rotation.v + at + d).to(cache.v.dtype.element_ty))
-
-
 @triton.jit(do_not_specialize=["seqs"])
 def attend_fixed_one(
-    out, partial, q, rotation, cache, sinks, see_to, sequences, item_start, seqs, score, S: tl.constexpr,
-    ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr,
-    PDL: tl.constexpr,
+    out, partial, q, cache, sinks, see_to, sequences, item_start, seqs, score, S: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, SPLIT: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sequences with one new token: a program takes a split of one's keys, for one key head; the last to arrive adds them.
 
     Grid (items, n_kv). Arguments as those of `decode.attend_one` and `paged.attend_many`; a tile is a prompt's, and has the
-    heads of one query. With ROTATE the program of the last split puts the new key and value into the cache and reads them
-    there, where a prompt's tile finds them.
+    heads of one query.
     """
     GROUP: tl.constexpr = S.HEADS // S.KV_HEADS
     SHARE: tl.constexpr = S.SHARE
@@ -163,25 +140,15 @@ def attend_fixed_one(
     position = near + lane // SHARE  # [BLOCK_M]
     d = tl.arange(0, WIDE)
     row = token * S.HEADS + head  # [BLOCK_M]
-    begin = (item - first_item) * SPLIT
-    if ROTATE != "":
-        sin, cos = token_sin_cos(rotation, token, S.DIM)
-        b_q = rotated(q, row * S.DIM, row_ok, sin, cos, rotation.q_magnitude, q, ROTATE == "neox", BLOCK_M, S.DIM // 2)
-        b_q = b_q.to(COMPUTE)
-        if begin + SPLIT >= n_keys:
-            append(cache, rotation, token, kv_head, sin, cos, S, ROTATE == "neox")
-            tl.debug_barrier()
-    else:
-        mask = row_ok[:, None] & (d < S.DIM)[None, :]
-        b_q = tl.load(q + row[:, None] * S.DIM + d[None, :], mask=mask, other=0.0).to(COMPUTE)
+    b_q = tl.load(q + row[:, None] * S.DIM + d[None, :], mask=row_ok[:, None] & (d < S.DIM)[None, :], other=0.0).to(COMPUTE)
     p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
     see = position
     if S.SPANS:
         see = tl.load(see_to + token + lane * 0)
     oldest, first, middle, diagonal = _borders(near, 1, score, S, BLOCK_N)
     acc, top, total = _split(
-        b_q, cache, p_table, kv_head, position, see, begin, first, middle, diagonal, n_keys, oldest, n_keys, score, S,
-        BLOCK_M, BLOCK_N, SPLIT, COMPUTE,
+        b_q, cache, p_table, kv_head, position, see, (item - first_item) * SPLIT, first, middle, diagonal, n_keys, oldest,
+        n_keys, score, S, BLOCK_M, BLOCK_N, SPLIT, COMPUTE,
     )  # fmt: skip
     if splits == 1:
         store_rows(out, (acc, top, total), sinks, row, head, row_ok, S)

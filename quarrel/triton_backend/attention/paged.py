@@ -226,13 +226,13 @@ def build_attention(site: Site, node: Node) -> Launch:
     score = Score(spec.scale * (1.0 if spec.cap else LOG2E), spec.cap, spec.window)
     shape = Shape(
         spec.n_heads, spec.n_kv, spec.head_dim, wide, share, cache.block_size, spec.window > 0, spec.cap != 0.0, spec.sinks,
-        cache.kind, spec.chunked, spec.spans, site.in_ring_order(node.outputs[0]),
+        cache.kind, spec.chunked, spec.spans,
     )  # fmt: skip
     common = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "sinks": sinks, "score": score, "S": shape}
     common |= {"COMPUTE": TL_TYPES[site.compute]}
     # Two tiles of so wide a head in float32 do not fit registers: such a step takes the kernel of prompts.
     by_prompts = site.compute == "float32" and wide > 128 and not site.deterministic
-    before = None if by_prompts else joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
+    before = None if by_prompts or site.deterministic else joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
     rotation = None if before is None else _rotation(site, before)
     style = "" if before is None else before.spec.q.style
     by_cudnn = cudnn.build(site, node)
@@ -243,22 +243,18 @@ def build_attention(site: Site, node: Node) -> Launch:
     def sequences() -> Sequences:
         return Sequences(query_start.tensor, kv_len.tensor, table.tensor, site.tables.table_width.tensor)
 
-    def queries(batch: Batch) -> dict[str, Any]:
-        """Of sequences with one new token: rotated, or what the kernel rotates itself."""
-        if rotation is None or batch.prefill:
-            return {"q": q.tensor, "rotation": Rotation(*(q.tensor,) * 5, 1.0, 1.0), "ROTATE": ""}
-        plain_q, rope = rotation()
-        return {"q": plain_q, "rotation": rope, "ROTATE": style}
-
     def decode(batch: Batch) -> None:
         """The sequences with one new token."""
         out, form = target.tensor, "plain"
         if int8x2 is not None and batch.T == 1:
             form = "both" if plain else "int8x2"
+        queries, rope, rotate = q.tensor, Rotation(*(q.tensor,) * 5, 1.0, 1.0), ""
+        if rotation is not None and not batch.prefill:
+            (queries, rope), rotate = rotation(), style
         output = Output(out, out if int8x2 is None else int8x2)
-        given = {"partial": Partial(part.tensor, top_sum.tensor, arrived.tensor), "sequences": sequences()}
-        given |= {"item_start": site.tables.item_start.tensor, "seqs": batch.S, "EARLY": not batch.prefill}
-        given |= queries(batch)
+        given = {"partial": Partial(part.tensor, top_sum.tensor, arrived.tensor), "q": queries, "rotation": rope}
+        given |= {"sequences": sequences(), "item_start": site.tables.item_start.tensor, "seqs": batch.S, "ROTATE": rotate}
+        given |= {"EARLY": not batch.prefill}
         if by_ring is not None and ring.serves(batch.S, batch.items):
             by_ring(batch, given | {n: common[n] for n in ("cache", "score", "COMPUTE")}, output, sinks, form)
             return
@@ -296,7 +292,7 @@ def build_attention(site: Site, node: Node) -> Launch:
             site.launch(
                 fixed.attend_fixed_one, (batch.items, spec.n_kv), out=target.tensor,
                 partial=Partial(part.tensor, top_sum.tensor, arrived.tensor), item_start=site.tables.item_start.tensor,
-                **(shared | queries(batch)), warps=many.warps, stages=alone.stages,
+                **shared, warps=many.warps, stages=alone.stages,
             )  # fmt: skip
         if batch.prefill:
             grid = (batch.T // (many.rows // share) + batch.S, spec.n_kv)

@@ -78,8 +78,6 @@ class Shape(NamedTuple):
     """Windows stand side by side: a query sees the keys of its own."""
     SPANS: bool = False
     """Queries say up to which position they see."""
-    ORDERED: bool = False
-    """Rows of the result lie in the ring's order (`ring_order.py`)."""
 
 
 class Warps(NamedTuple):

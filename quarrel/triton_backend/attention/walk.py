@@ -9,7 +9,6 @@ import triton.language as tl
 from quarrel.triton_backend.attention.decode import LOG2E, find, oldest_key, sink
 from quarrel.triton_backend.attention.kv_codes import as_values
 from quarrel.triton_backend.elementwise.activation import tanh
-from quarrel.triton_backend.elementwise.ring_x import place_of
 
 _LOG2E: tl.constexpr = tl.constexpr(LOG2E)
 
@@ -60,10 +59,7 @@ def store_rows(out, sums, sinks, row, head, row_ok, S: tl.constexpr):
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     d = tl.arange(0, S.WIDE)
     mask = row_ok[:, None] & (d < S.DIM)[None, :]
-    p = out + row[:, None] * S.DIM + d[None, :]
-    if S.ORDERED:
-        p = out + (row - head)[:, None] * S.DIM + place_of(head[:, None] * S.DIM + d[None, :])
-    tl.store(p, acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(out + row[:, None] * S.DIM + d[None, :], acc.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

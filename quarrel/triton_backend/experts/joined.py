@@ -1,9 +1,9 @@
 """The shared expert as more of the chosen ones, for a few rows: each row has it too, with a weight of 1 or its own gate.
 
 One ring then computes all experts of a layer, where the shared one had two to nine launches of its own. Its matrices lie
-behind those of the others (`formats/weights.py: beside`): nothing is packed twice. One that is `more` times as wide as the
-others is as many experts: rows of gate and up divide by themselves, but columns of down have to lie part by part, so that
-other numbers of rows read them so too (`linear/kernels.py: OF_PARTS`, `shared.py`, `build_parts` here).
+behind those of the others (`formats/weights.py: beside`). One that is `more` times as wide as the others is as many
+experts: rows of gate and up divide by themselves, but columns of down have to lie part by part there, in a copy (read so for
+one row, too, they cost 3 % of a step of Granite-4-h-tiny on an H100, 2026-11-28).
 
 Products of 8 / 32 rows with the shared expert's behind the others cost 3 / 17 us more in a layer of Nemotron and 2 / 6 in
 one of Granite-4-h-tiny on an H200 (2026-11-27); by themselves, with launches between, they took 23 / 24 and 13 / 18.
@@ -26,20 +26,17 @@ from quarrel.triton_backend.experts.route import More
 from quarrel.triton_backend.formats.table import RING
 from quarrel.triton_backend.formats.weights import fit_beside
 from quarrel.triton_backend.linear.ring import declines_device
-from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
 
 LEAST, ROWS = 2, 32
 """Rows for which experts are joined: with more the shared one's items are so many that a product of its own is shorter."""
-PARTS_ROWS = 128
-"""Rows up to which a down map in parts is multiplied by them; for more it is decoded, as maps in one part are."""
 
 
 def joins(site: Site) -> bool:
     """Whether this device computes experts so: where the ring runs."""
-    return "joined-experts" in trials.on and (INTERPRETED or declines_device(site) is None)
+    return INTERPRETED or declines_device(site) is None
 
 
 @dataclass(frozen=True)
@@ -152,23 +149,3 @@ def _grouping(site: Site, ids: Slot, experts: int, pairs: int) -> Grouping:
         group_launch(site.launch, order.tensor, starts.tensor, ids.tensor, count, experts, starts_early(site))
 
     return Grouping(order, starts, ids, False, fill)
-
-
-def build_parts(site: Site, shared_down: Node, out: Value, stream: Value, scale: float) -> Launch:
-    """LINEAR_ADD of a weight in parts onto a stream: each part of x is a row for an expert of its own."""
-    _, x, ref = shared_down.inputs
-    weight = site.weight(ref)  # type: ignore[arg-type]
-    parts, n, device = weight.parts, weight.n, weight.buffer.device
-    pairs = PARTS_ROWS * parts
-    product = ByPairs(site, ExpertMaps([weight.stacked], [], parts, parts, "none", pairs))
-    ids = Slot(torch.arange(pairs, dtype=torch.int32, device=device) % parts)
-    ones = Slot(torch.ones(pairs, device=device))
-    group = _grouping(site, ids, parts, pairs)
-    rows, source = site.scratch("one", pairs * n), site.slot(x)  # type: ignore[arg-type]
-    mix = build_mix(site, Sum(rows, ones, parts, n), site.slot(out), site.slot(stream), scale)
-
-    def run(batch: Batch) -> None:
-        product(rows, source, group, batch.T * parts, 1)
-        mix(batch)
-
-    return run

@@ -129,12 +129,9 @@ class DownShape(NamedTuple):
     """Constants of a side."""
 
     K: int
-    """Columns of a part."""
     FORMAT: str
     W: int
     """Words of a tile."""
-    PARTS: int = 1
-    """Of the columns, which lie one after the other (`arrays.Packed`)."""
 
 
 @triton.jit
@@ -150,21 +147,15 @@ def down_with_shared(
     OWN_K: tl.constexpr = S.K
     OWN_W: tl.constexpr = S.W
     TILES: tl.constexpr = (K // word_columns(FORMAT) + W - 1) // W
-    PARTS: tl.constexpr = S.PARTS
-    OWN_WORDS: tl.constexpr = OWN_K // word_columns(OWN_FORMAT)
-    OWN_TILES: tl.constexpr = (OWN_WORDS + OWN_W - 1) // OWN_W
+    OWN_TILES: tl.constexpr = (OWN_K // word_columns(OWN_FORMAT) + OWN_W - 1) // OWN_W
     ALL: tl.constexpr = USED * TILES
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0) * ROWS
     n = tl.minimum(first + tl.arange(0, ROWS), N - 1).to(tl.int64)
     own = ()
-    for part in tl.static_range(PARTS):
-        own_w = shared.w
-        if part > 0:
-            own_w = _planes_from(OWN_FORMAT, shared.w, (N * part).to(tl.int64), OWN_K)
-        for i in tl.static_range(OWN_TILES):
-            own += (load_tile(OWN_FORMAT, own_w, n, first, N, i * OWN_W, OWN_K, ROWS, OWN_W, ASM),)
+    for i in tl.static_range(OWN_TILES):
+        own += (load_tile(OWN_FORMAT, shared.w, n, first, N, i * OWN_W, OWN_K, ROWS, OWN_W, ASM),)
     tiles = ()
     for i in tl.static_range(ALL if ALL < AHEAD else AHEAD):
         w = _planes_from(FORMAT, routed.w, tl.load(ids + i // TILES).to(tl.int64) * N, K)
@@ -172,10 +163,9 @@ def down_with_shared(
     if PDL:
         tl.extra.cuda.gdc_wait()
     own_acc = tl.zeros([ROWS, OWN_W // 4], tl.float32)
-    for i in tl.static_range(PARTS * OWN_TILES):
+    for i in tl.static_range(OWN_TILES):
         q, u, s, t = own[i]
-        at = i // OWN_TILES * OWN_WORDS + i % OWN_TILES * OWN_W
-        own_acc += tile_products(OWN_FORMAT, q, u, s, t, shared.x, at, PARTS * OWN_K, ROWS, OWN_W, ASM)
+        own_acc += tile_products(OWN_FORMAT, q, u, s, t, shared.x, i * OWN_W, OWN_K, ROWS, OWN_W, ASM)
     acc = tl.zeros([ROWS, W // 4], tl.float32)
     for i in tl.static_range(ALL):
         if i + AHEAD < ALL:
@@ -235,14 +225,6 @@ def _tile_words(format: str, k: int, most: int) -> int:
     return min(most, power_of_two(_words_of(format, k)))
 
 
-def _part_words(format: str, k: int, parts: int, most: int) -> int:
-    """Words of a tile of a part of a row: one that overruns the part and not the row would read x behind its end."""
-    tile, words = _tile_words(format, k, most), _words_of(format, k)
-    while words % tile and words * parts % tile == 0:
-        tile //= 2
-    return tile
-
-
 def _int8x2(site: Site, value: Value) -> Any:
     made, _ = site.int8x2_target(value)
     assert made is not None, value
@@ -296,8 +278,7 @@ def build_down(site: Site, nodes: WithShared) -> Launch:
         if spec.used * cdiv(_words_of(stack.format, spec.k), r.W) > _MOST_SHORT:
             r = r._replace(W=_tile_words(stack.format, spec.k, _DOWN_WORDS))
         most = min(512, 2 * r.W)
-        width = last.linear.k // own.parts
-        s = DownShape(width, own.format, _part_words(own.format, width, own.parts, most), own.parts)
+        s = DownShape(last.linear.k, own.format, _tile_words(own.format, last.linear.k, most))
         warps = max(1, r.W // 128)
         site.launch(
             down_with_shared, (cdiv(spec.n, _DOWN_ROWS),), out.tensor, routed, shared, ids.tensor, shares.tensor,

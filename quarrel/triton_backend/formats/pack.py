@@ -106,14 +106,12 @@ def view(type: GGMLType, n: int, k: int, buffer: torch.Tensor) -> Packed:
     return Packed(type.name, n, k, buffer, Planes(*planes))
 
 
-def rows_of(whole: Packed, at: int, count: int, parts: int = 1) -> Packed:
-    """Some rows of a packed weight, as one of its own; `at` is a multiple of ROWS_BESIDE, so that planes stay aligned. With
-    `parts` they are columns of that one, part by part."""
+def rows_of(whole: Packed, at: int, count: int) -> Packed:
+    """Some rows of a packed weight, as one of its own; `at` is a multiple of ROWS_BESIDE, so that planes stay aligned."""
     codes = whole.planes.codes[at : at + count]
     planes = Planes(*(codes if p is whole.planes.codes else p[at : at + count] for p in whole.planes))
     first, last = (row * whole.nbytes // whole.n for row in (at, at + count))
-    buffer = whole.buffer[first:last]
-    return Packed(whole.format, count // parts, whole.k * parts, buffer, planes, whole=whole, parts=parts)
+    return Packed(whole.format, count, whole.k, whole.buffer[first:last], planes, whole=whole)
 
 
 def _padded(size: int) -> int:

@@ -40,11 +40,11 @@ def fit_beside(refs: Sequence[WeightRef], parts: int = 1) -> bool:
 def blank_beside(
     refs: Sequence[WeightRef], compute: Compute, device: torch.device, parts: int = 1
 ) -> Iterator[tuple[WeightRef, int, Packed]]:
-    """A matrix of all their rows, without values: of each, the first row there and what it is by itself."""
+    """A matrix of all their rows, without values: of each, the first row there and its rows as a matrix."""
     counts = [*(ref.rows for ref in refs[:-1]), refs[-1].rows * parts]
     whole, at = blank(stored_as(refs[0].type, compute), sum(counts), refs[0].k, device), 0
     for ref, count in zip(refs, counts, strict=True):
-        yield ref, at, rows_of(whole, at, count, parts if ref is refs[-1] else 1)
+        yield ref, at, rows_of(whole, at, count)
         at += count
 
 
@@ -70,17 +70,20 @@ class Weights(PackedWeights[Packed, torch.Tensor]):
 
     def beside(self, refs: Sequence[WeightRef], parts: int = 1) -> None:
         """Packs matrices that one launch reads as the rows of one, where their formats and columns are one. Of the last,
-        so many parts of the columns are such rows, one after the other."""
+        so many parts of the columns are such rows, one after the other: a copy of it, which is packed by itself too."""
         if not fit_beside(refs, parts) or any(ref in self._packed for ref in refs):
             return
-        for ref, at, part in blank_beside(refs, self._compute, self._device, parts):
+        for ref, at, rows in blank_beside(refs, self._compute, self._device, parts):
             type = stored_as(ref.type, self._compute)
             read = rows_as(self._source, ref, type)
-            assert part.whole is not None
-            for i in range(part.parts):
-                rows = read if part.parts == 1 else partial(_columns, read, i, part.parts)
-                fill(part.whole, type, rows, self._upload_blocks(), at + i * ref.rows, ref.rows)
-            self._packed[ref] = part
+            assert rows.whole is not None
+            if rows.k != ref.k:
+                for i in range(parts):
+                    columns = partial(_columns, read, i, parts)
+                    fill(rows.whole, type, columns, self._upload_blocks(), at + i * ref.rows, ref.rows)
+                continue
+            fill(rows.whole, type, read, self._upload_blocks(), at, ref.rows)
+            self._packed[ref] = rows
             self._loading.loaded(ref)
 
     def _upload_blocks(self) -> Uploader:
@@ -116,7 +119,8 @@ class Blank:
     def beside(self, refs: Sequence[WeightRef], parts: int = 1) -> None:
         """As `Weights.beside`."""
         if fit_beside(refs, parts) and not any(ref in self._packed for ref in refs):
-            self._packed |= {ref: part for ref, _, part in blank_beside(refs, self._compute, META, parts)}
+            beside = blank_beside(refs, self._compute, META, parts)
+            self._packed |= {ref: rows for ref, _, rows in beside if rows.k == ref.k}
 
     def matrix(self, ref: WeightRef) -> Packed:
         if ref not in self._packed:

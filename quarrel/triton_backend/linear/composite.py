@@ -8,7 +8,6 @@ from quarrel.ops.null import expand
 from quarrel.ops.program import Node
 from quarrel.triton_backend.elementwise import norm
 from quarrel.triton_backend.linear.maps import Maps
-from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import DTYPES
 from quarrel.triton_backend.runtime.site import Site, dims, inside
 
@@ -23,8 +22,6 @@ def maps_of(site: Site, node: Node) -> Maps:
     linears = [part for part in parts if part.op.name == LINEAR.name]
     if parts[-1].op.name != GATED.name:
         site.beside([part.inputs[1] for part in linears])  # type: ignore[misc]
-        if site.deterministic and "ring-order" in trials.on:  # a matrix of two where the third map has another format
-            site.beside([part.inputs[1] for part in linears[:2]])  # type: ignore[misc]
     return Maps(
         x,
         [site.slot(v) for v in node.outputs],
@@ -32,7 +29,6 @@ def maps_of(site: Site, node: Node) -> Maps:
         [site.vector(part.inputs[2]) if part.spec.bias else None for part in linears],  # type: ignore[arg-type]
         axis,
         activation=parts[-1].spec.activation if parts[-1].op.name == GATED.name else "none",
-        orders=site.in_ring_order(node.outputs[0]),
         norm=norm.build_norm(inner, normed),
         arrange=norm.arranger(inner, normed),
     )

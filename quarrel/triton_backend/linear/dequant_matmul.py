@@ -56,8 +56,6 @@ def plain(weight: Packed, compute: str) -> torch.Tensor | None:
 
 def decoder(site: Site, weight: Packed, step: int = 1) -> Decode:
     """Decodes rows begin to end of the weight to a flat array, each to the `step`-th row after the one before it."""
-    if weight.parts > 1:
-        return _decoder_of_parts(site, weight, step)
     blocks = weight.k // 32
     # Long pieces of rows, of which little is decoded twice.
     wide = next(w for w in (128, 64, 32, 16, 8, 4, 2, 1) if w <= blocks and 6 * (-blocks % w) <= blocks)
@@ -70,17 +68,6 @@ def decoder(site: Site, weight: Packed, step: int = 1) -> Decode:
             FORMAT=weight.format, FAST=fast, COMPUTE=TL_TYPES[site.compute], STEP=step, R=rows,
             B=wide, warps=4, stages=1,
         )  # fmt: skip
-
-    return run
-
-
-def _decoder_of_parts(site: Site, weight: Packed, step: int) -> Decode:
-    stacked = weight.stacked
-    decode = decoder(site, stacked, step * weight.parts)
-
-    def run(begin: int, end: int, out: torch.Tensor) -> None:
-        for i in range(weight.parts):
-            decode(i * weight.n + begin, i * weight.n + end, out[i * stacked.k :])
 
     return run
 
@@ -107,7 +94,7 @@ def build(site: Site, maps: Maps) -> Serves:
     """One map after the other, for more rows than `matmul.py` reads each weight once for, if it takes them."""
     ys = targets(site, maps)
     products = _products(site, maps, ys, room(site, maps.weights))
-    least = 1 if any(w.parts > 1 for w in maps.weights) else 2 if matmul_declines(site, maps) else MOST + 1
+    least = 2 if matmul_declines(site, maps) else MOST + 1
     return Serves(chain([products, *activation(site, maps, ys)]), least, UNLIMITED)
 
 

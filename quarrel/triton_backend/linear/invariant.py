@@ -81,15 +81,13 @@ def build(site: Site, maps: Maps) -> Serves:
 
 
 class _One:
-    """A matrix, gate and up, or two or three maps in one matrix: what follows once x is in order."""
+    """A matrix, gate and up, or three maps in one matrix: what follows once x is in order."""
 
     def __init__(
         self, site: Site, maps: Maps, ys: Sequence[Slot], weights: Sequence[Packed], biases: Sequence[torch.Tensor]
     ) -> None:
-        # A third map that is missing has no rows.
-        self._ns = (*(w.n for w in weights), 0)[:3] if len(ys) > 1 else ()
-        self._site, self._maps, self._ys = site, maps, (*ys, *ys[-1:] * (len(self._ns) - len(ys)))
-        self._biases = (*biases, *biases[-1:] * (len(self._ns) - len(biases)))
+        self._site, self._maps, self._ys, self._biases = site, maps, ys, biases
+        self._ns = tuple(w.n for w in weights) if len(ys) == 3 else ()
         whole = ring.as_one(weights) if self._ns else None
         made = weights if whole is None else [whole]
         self._n, self._format = made[0].n, made[0].format
@@ -114,8 +112,7 @@ class _One:
         ys = tuple(y.tensor[first * width :] for y, width in zip(self._ys, self._ns or (n,), strict=True))
         residual = None if maps.residual is None else maps.residual.tensor[first * n :]
         if not plan.apart:
-            ending = Ending(self._parts, residual, maps.alpha, ys[1:], self._ns, maps.orders)
-            product.launch(ys[0], rows, plan.cut, ending=ending)
+            product.launch(ys[0], rows, plan.cut, ending=Ending(self._parts, residual, maps.alpha, ys[1:], self._ns))
             return
         sums, stride, early = self._sums.tensor, count * n, starts_early(site)
         product.launch(sums, rows, plan.cut, self._parts, stride)
@@ -133,37 +130,23 @@ class _One:
         )  # fmt: skip
 
 
-def _together(maps: Maps) -> list[tuple[int, int]]:
-    """Which of up to three maps lie in one matrix, all with a bias or none: ranges of their numbers."""
-    count = len(maps.weights)
-    for most in range(min(count, 3), 1, -1):
-        biased = sum(b is not None for b in maps.biases[:most])
-        if count <= 3 and biased in (0, most) and ring.as_one(maps.weights[:most]) is not None:
-            return [(0, most), *((i, i + 1) for i in range(most, count))]
-    return [(i, i + 1) for i in range(count)]
-
-
 class _Maps:
     """A launch of maps of one x, each by itself or together."""
 
     def __init__(self, site: Site, maps: Maps) -> None:
         self._site, self._maps = site, maps
-        if maps.gated:
+        beside = len(maps.weights) == 3 and ring.as_one(maps.weights) is not None and len(maps.given) in (0, 3)
+        if maps.gated or beside:
             self._parts = [_One(site, maps, maps.ys, maps.weights, maps.given)]
         else:
-            self._parts = [self._one(first, last) for first, last in _together(maps)]
+            each = zip(maps.ys, maps.weights, maps.biases, strict=True)
+            self._parts = [_One(site, maps, [y], [w], () if b is None else (b,)) for y, w, b in each]
         self._k = maps.weights[0].k
         self._padded = cdiv(self._k, 256) * 256
         # A norm puts all rows in order at once.
         self._normed = maps.arrange is not None
-        axis, rows = (maps.axis, 1) if self._normed else ("one", 1 if maps.ordered else AT_ONCE)
+        axis, rows = (maps.axis, 1) if self._normed else ("one", AT_ONCE)
         self._room = site.scratch(axis, rows * self._padded, torch.float16)
-
-    def _one(self, first: int, last: int) -> _One:
-        """Maps first to last, which are one matrix."""
-        maps = self._maps
-        given = tuple(b for b in maps.biases[first:last] if b is not None)
-        return _One(self._site, maps, maps.ys[first:last], maps.weights[first:last], given)
 
     def __call__(self, batch: Batch) -> None:
         site, maps, count = self._site, self._maps, batch.count(self._maps.axis)
@@ -173,8 +156,6 @@ class _Maps:
             arranged = self._room.tensor
             if self._normed:
                 arranged = arranged[first * self._padded :]
-            elif maps.ordered:
-                arranged = maps.x.tensor[first * self._k :]
             else:
                 site.launch(
                     ring_x.arrange, (rows, cdiv(self._padded, _COLUMNS)), arranged, maps.x.tensor[first * self._k :],

@@ -40,8 +40,6 @@ KERNELS: tuple[Kernel[Maps, Serves], ...] = (
 )
 WITHOUT_COPIES = tuple(kernel for kernel in KERNELS if kernel.build not in (e4m3.build, dequant_matmul.build))
 """For steps that are never long: these kernels keep no copy of a weight that is decoded for long ones."""
-OF_PARTS = tuple(kernel for kernel in KERNELS if kernel.build in (e4m3.build, dequant_matmul.build))
-"""For weights whose columns lie in parts: these decode them to whole rows. Steps of few rows read them as experts."""
 
 
 class ByRows:
@@ -49,8 +47,6 @@ class ByRows:
 
     def __init__(self, site: Site, maps: Maps, kernels: Sequence[Kernel[Maps, Serves]] = KERNELS) -> None:
         self._axis, self._norm = maps.axis, maps.norm
-        if any(w.parts > 1 for w in maps.weights):
-            kernels = OF_PARTS
         taken, self.declined = choose(kernels, site, maps)
         self._names, self._serves = [name for name, _ in taken], [serves for _, serves in taken]
 

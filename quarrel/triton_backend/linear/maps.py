@@ -37,10 +37,6 @@ class Maps:
     """Of the gate, where the maps are gate and up, which have one format and shape, both or none a bias."""
     norm: Launch | None = None
     arrange: Arrange | None = None
-    ordered: bool = False
-    """The rows of x lie in the ring's order already (`ring_order.py`)."""
-    orders: bool = False
-    """Those of the result of gate and up shall."""
     matvec: Launch | None = None
     """The maps of one row, with their norm (`matvec.py`)."""
 

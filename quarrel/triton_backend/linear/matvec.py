@@ -145,7 +145,7 @@ def _linear(
 ) -> Launch:  # fmt: skip
     m, target = _map(site, refs), node.outputs[0]
     y, matvec = site.slot(target), None
-    if one_row and takes(site, spec) and m.weight.parts == 1:
+    if one_row and takes(site, spec):
         row, prepare = _row(site, x, m.weight.format)
 
         def matvec(batch: Batch) -> None:
@@ -154,8 +154,7 @@ def _linear(
             _one(site, m, row, y, residual, alpha)
 
     axis, _ = dims(target)
-    made = Maps(site.slot(x), [y], [m.weight], [m.bias], axis, residual, alpha, matvec=matvec)
-    return ByRows(site, replace(made, ordered=site.in_ring_order(x)))
+    return ByRows(site, Maps(site.slot(x), [y], [m.weight], [m.bias], axis, residual, alpha, matvec=matvec))
 
 
 def build_gate_and_up(site: Site, maps: Sequence[Node], activation: Node) -> Launch:

@@ -99,8 +99,6 @@ class Ending(NamedTuple):
     further: tuple[torch.Tensor, ...] = ()
     """The second and third result of three maps in one matrix, of `rows` each."""
     rows: tuple[int, ...] = ()
-    ordered: bool = False
-    """The result of gate and up lies in the order in which the ring reads rows of x."""
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -248,8 +246,8 @@ class Product:
             K=self.k, PARTS=parts or ending.parts, COPIED=one.copied, LOOSE=one.loose, FORMAT=self.format, GATED=gated,
             KIND=self._kind, BIAS=bool(self._biases) and not parts, BT=cut.width, STAGES=self._stages(cut),
             TILES=self.tiles(cut), T=cut.warps, LISTED=not rows.count, SPAN=cut.span, IN_TURN=ending.parts > 1,
-            ADD=ending.residual is not None, THREE=bool(ending.further), ORDERED=ending.ordered,
-            warps=cut.warps, early=starts_early(site), maxnreg=_registers(cut),
+            ADD=ending.residual is not None, THREE=bool(ending.further), warps=cut.warps, early=starts_early(site),
+            maxnreg=_registers(cut),
         )  # fmt: skip
 
     def _stages(self, cut: Cut) -> int:

@@ -24,7 +24,6 @@ from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quarrel.triton_backend.elementwise import activation as elementwise
-from quarrel.triton_backend.elementwise import ring_x
 from quarrel.triton_backend.formats.ring_tiles import (
     decode,
     double_entries,
@@ -46,7 +45,6 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 _activate = gluon.jit(elementwise.activate.fn)
-_place_of = gluon.jit(ring_x.place_of.fn)
 
 
 @aggregate
@@ -224,7 +222,7 @@ def _top_of(tops, row, ok, is_up, step, how):
 @gluon.jit
 def _consume(
     y, scale, up_scale, bits, up_bits, tops, items, tokens, epilogue, N, part_stride, stages, KIND: gl.constexpr,
-    BIAS: gl.constexpr, ADD: gl.constexpr, THREE: gl.constexpr, ORDERED: gl.constexpr, how,
+    BIAS: gl.constexpr, ADD: gl.constexpr, THREE: gl.constexpr, how,
 ):  # fmt: skip
     """T warps: decodes and multiplies the tile of rows of each stage."""
     T: gl.constexpr = how.T
@@ -391,10 +389,7 @@ def _consume(
             p = out + pair[None, :] * width + (i - before)[:, None]
             gl.store(p, value.to(y.dtype.element_ty), mask=(j < count)[None, :] & (i < N)[:, None])
         else:
-            column = i
-            if ORDERED:
-                column = _place_of(i)
-            p = y + part * part_stride + pair[None, :] * N + column[:, None]
+            p = y + part * part_stride + pair[None, :] * N + i[:, None]
             gl.store(p, value.to(y.dtype.element_ty), mask=(j < count)[None, :] & (i < N)[:, None])
 
 
@@ -434,7 +429,7 @@ def ring(
     PARTS: gl.constexpr, COPIED: gl.constexpr, LOOSE: gl.constexpr, FORMAT: gl.constexpr, GATED: gl.constexpr,
     KIND: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, T: gl.constexpr,
     LISTED: gl.constexpr, PDL: gl.constexpr, SPAN: gl.constexpr = 1, IN_TURN: gl.constexpr = False,
-    ADD: gl.constexpr = False, THREE: gl.constexpr = False, ORDERED: gl.constexpr = False,
+    ADD: gl.constexpr = False, THREE: gl.constexpr = False,
 ):  # fmt: skip
     """y `[pairs, N]` = activation(x W^T + bias) for the pairs of `items`, or sums of parts of K `[PARTS, pairs, N]`.
 
@@ -451,7 +446,6 @@ def ring(
     epilogue: biases float32 `[matrices, N]` of the matrix and of the up matrix, 2^-shift and 2^shift; then, if ADD, a
         residual `[rows, N]` and alpha: y = residual + alpha * (x W^T + bias); if THREE, the second and the third result of
         three maps in one matrix, of which y is the first, and the rows of each, multiples of a tile.
-    ORDERED: y `[pairs, N]`, with N a multiple of 256, has its columns where `ring_x.py` puts those of x.
     IN_TURN: parts of K are one unit, whose sums are added in order as `ring.add_parts` adds them: the same bits.
     part_stride: values from one part's sums to the next. tokens: rows of x, unless LISTED.
     Grid: any number of programs.
@@ -485,7 +479,7 @@ def ring(
         [
             (_consume, (
                 y, p_scale, p_up, p_bits, p_up_bits, tops, items, tokens, epilogue, N, part_stride, stages, KIND, BIAS, ADD,
-                THREE, ORDERED, how,
+                THREE, how,
             )),
             (_produce, (codes, up_codes, scale, up_scale, bits_copied, up_bits_copied, x, items, tokens, N, stages, how)),
         ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -74,13 +74,6 @@ class Packed:
     """Other matrices take its place from step to step, so nothing may be derived from its values."""
     whole: Packed | None = None
     """The matrix that these are rows of, where those of others follow in memory (`formats/weights.py: Weights.beside`)."""
-    parts: int = 1
-    """Of its columns, which lie one after the other, each as `n` rows of `k / parts` columns, as in a stack of experts."""
-
-    @property
-    def stacked(self) -> Packed:
-        """The parts of the columns as rows, one part after the other."""
-        return replace(self, n=self.n * self.parts, k=self.k // self.parts, parts=1)
 
     @property
     def nbytes(self) -> int:

@@ -142,10 +142,6 @@ class Site(Protocol):
         """For the node that makes a value: where its int8x2 form goes, if it is read, and whether the plain one is too."""
         return None, True
 
-    def in_ring_order(self, value: Value) -> bool:
-        """Whether the rows of a value lie in the order in which the ring of weights reads them (`ring_order.py`)."""
-        return False
-
     def rope_of(self, value: Value) -> Node | None:
         """The ROPE_APPEND that makes these queries and leaves its work to the attention that reads them
         (`attention/rope.py`)."""
@@ -174,7 +170,6 @@ class _Inside:
     """What differs between a site and `inside` it."""
 
     int8x2, int8x2_target, rope_of, grouped = Site.int8x2, Site.int8x2_target, Site.rope_of, Site.grouped
-    in_ring_order = Site.in_ring_order
 
     def __init__(
         self,
