@@ -72,8 +72,8 @@ def check(backend: Backend, op: Op, case: Case, compute: ComputeChoice, twist: T
     else:
         found = {str(i): _error(g, w, FLOOR[resolved]) for i, (g, w) in enumerate(zip(arrays_of(got), arrays_of(want)))}
     few = min((a.size for a in arrays_of(want) if a.size), default=1)
-    # The tolerance is for the RMS of many values; 8-bit rounding of few scatters around it.
-    allowed = op.tolerance[resolved] * (1 + 3 / math.sqrt(few) if resolved == "int8" else 1)
+    # The tolerance is for the RMS of many values; the rounding of few scatters around it.
+    allowed = op.tolerance[resolved] * (1 + 3 / math.sqrt(few))
     for i, (name, error) in enumerate(found.items()):
         # A norm makes a row of ones of sums that cancelled to nearly nothing, so roundings may count for more.
         limit = allowed if error <= allowed else max(allowed, roundings(op, case.spec, given, want, resolved)[i])
