@@ -311,3 +311,14 @@ def test_a_weight_in_the_compute_type_is_the_library_s_whatever_its_columns() ->
     assert odd.describe().endswith("dequantize, then the library's matmul from 2 rows")
     assert "exact tiles from 1 rows" in ByRows(Recorder(), one(packed(1152, 588, "F32"))).describe()
     assert "exact tiles" in ByRows(Recorder(deterministic=True), one(packed(1152, 4304, "F16"))).describe()
+
+
+@pytest.mark.parametrize("format", ["MXFP4", "Q4_K"])
+def test_parts_of_sums_have_room_with_any_number_of_rows(format: str) -> None:
+    """Items of MXFP4 are half as wide, so that 257 to 320 rows may be apart where 256 and 384 are not."""
+    for tiles in range(1, 140, 3):
+        for steps in (4, 8, 16, 56):
+            parts = invariant.parts_for(tiles, steps, 132)
+            plans = [invariant.plan_for(n, tiles, steps, parts, 132, format) for n in range(1, invariant.AT_ONCE + 1)]
+            most = invariant.most_apart(tiles, steps, parts, 132, format)
+            assert most >= max((n for n, plan in enumerate(plans, 1) if plan.apart), default=0)

@@ -57,6 +57,13 @@ def plan_for(count: int, tiles: int, steps: int, parts: int, programs: int, form
     return Plan(cut, parts > 1 and (cut.residents > 1 or apart < cdiv(units, room) * (steps + 1)))
 
 
+def most_apart(tiles: int, steps: int, parts: int, programs: int, format: str) -> int:
+    """The most rows of a launch whose parts are apart."""
+    width = widths(format)[-1]
+    ends = (*widths(format), *range(width, AT_ONCE + 1, width))  # the most rows of each plan
+    return max((n for n in ends if plan_for(n, tiles, steps, parts, programs, format).apart), default=0)
+
+
 def pieces(count: int) -> list[tuple[int, int]]:
     """First row and rows of each launch: as few as there can be, of nearly one size, in whole items."""
     if count == 0:
@@ -96,9 +103,8 @@ class _One:
         self._steps, self._programs = product.padded // 256, product.multiprocessors
         self._tiles = product.tiles(Cut.of(_WIDEST))  # as with every width
         self._parts = 1 if maps.gated else parts_for(self._tiles, self._steps, self._programs)
-        counts = (*widths(self._format), *range(_WIDEST, AT_ONCE + 1, _WIDEST))  # the most rows of each plan
-        apart = [n for n in counts if self.plan(n).apart]
-        self._sums = site.scratch("one", max(1, self._parts * max(apart, default=0) * self._n))
+        most = most_apart(self._tiles, self._steps, self._parts, self._programs, self._format)
+        self._sums = site.scratch("one", max(1, self._parts * most * self._n))
 
     def plan(self, count: int) -> Plan:
         return plan_for(count, self._tiles, self._steps, self._parts, self._programs, self._format)
