@@ -70,7 +70,7 @@ def test_one_row_chooses_in_the_launch_that_makes_its_logits(spec: RouteSpec, no
         route.route_one, (spec.n_experts + normed,), choice=route.Choice(ids, weights, counts), logits=logits,
         arrived=arrived, gate_bias=logits, gains=logits, scale=spec.scale, K=columns, GATE_BIAS=False, W=64, PDL=False,
         warps=1,
-        normed=route.Normed(to, plain, torch.from_numpy(gain).to(device), 0.25), NORM=normed,
+        normed=route.Normed(to, plain, torch.from_numpy(gain).to(device), 0.25), ROUNDS=True, NORM=normed,
         CHOOSES=True, **{name: torch.from_numpy(v).to(device) for name, v in given.items()}, **route._constants(spec),
     )  # fmt: skip
     np.testing.assert_allclose(logits.cpu().numpy(), gate @ (scaled if normed else x), rtol=1e-4, atol=1e-4)

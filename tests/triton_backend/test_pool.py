@@ -105,6 +105,27 @@ def test_steps_match_the_reference_while_experts_move(
     step.close()
 
 
+def test_a_norm_that_nobody_reads_as_integers_leaves_the_logits_alone(
+    backend: TritonBackend, host: CpuBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One token's router and its norm are one launch, whose programs run in any order on a GPU; here the norm's are last."""
+    made = program("oai")
+    step, _ = compiled(backend, host, made, "float16", 3)
+    routers, errors, choose = [n for n in made.nodes if n.op.name == "linear"], [], hosted.Layer.choose
+
+    def checked(layer: hosted.Layer, inputs: Any, batch: Batch) -> None:
+        node = routers[layer.number]
+        logits, x = (step._plan.slots[v.id].tensor.float().cpu().numpy() for v in (node.outputs[0], node.inputs[0]))  # type: ignore[union-attr]
+        errors.append(rel_error(logits[:EXPERTS], Weights().raw(node.inputs[1]).dense() @ x[:K]))  # type: ignore[arg-type]
+        choose(layer, inputs, batch)
+
+    monkeypatch.setattr(hosted.Layer, "choose", checked)
+    step(batch([(0, 0, 1)], rows=[0], seed=1), "hidden")
+    assert len(errors) == LAYERS
+    assert max(errors) < 1e-3
+    step.close()
+
+
 def test_the_host_does_nothing_where_all_are_there(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     made, host = program("silu"), CpuBackend(threads=1)
     step, pool = compiled(backend, host, made, "float32", EXPERTS * LAYERS)

@@ -228,8 +228,8 @@ class Normed(NamedTuple):
 
 
 @triton.jit
-def _normed_part(normed, x, first, K: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr):
-    """Some blocks of the norm of x."""
+def _normed_part(normed, x, first, K: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr):
+    """Some blocks of the norm of x; as int8x2, too, if ROUNDS."""
     block = first + tl.arange(0, _NORM_BLOCKS)
     ok = block < K // 32
     at = block[:, None, None] * 32 + tl.arange(0, 2)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
@@ -245,14 +245,15 @@ def _normed_part(normed, x, first, K: tl.constexpr, W: tl.constexpr, PDL: tl.con
         square += u * u
     v = v * (1.0 / tl.sqrt(tl.sum(square, 0) / K + normed.eps)) * weight
     tl.store(normed.plain + at, v.to(normed.plain.dtype.element_ty), mask=ok[:, None, None])
-    store_int8x2(normed.to, v, block, ok, K)
+    if ROUNDS:
+        store_int8x2(normed.to, v, block, ok, K)
 
 
 @triton.jit
 def route_one(
     choice, logits, arrived, x, gate, gate_bias, bias, gains, scale, normed, S: tl.constexpr, K: tl.constexpr,
-    GATE_BIAS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, CHOOSES: tl.constexpr,
-    PDL: tl.constexpr,
+    GATE_BIAS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, ROUNDS: tl.constexpr,
+    CHOOSES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits and experts of one token; a program computes a logit, and the last one to finish chooses, if CHOOSES.
 
@@ -261,13 +262,13 @@ def route_one(
     x          act or float32 `[K]`; gate: float32 `[S.EXPERTS, K]`; gate_bias: float32 `[S.EXPERTS]`, read with GATE_BIAS
     bias, gains, scale, G, E  as `route_rows`'s
     normed     with NORM: x is not normed, and what other kernels read of its norm is made beside the logits, 16 blocks of
-               32 columns in each of the programs that follow theirs
+               32 columns in each of the programs that follow theirs; `to` is written with ROUNDS
     W          columns at a time
     """
     mine = tl.program_id(0)
     column = tl.arange(0, W)
     if NORM and mine >= S.EXPERTS:
-        _normed_part(normed, x, (mine - S.EXPERTS) * _NORM_BLOCKS, K, W, PDL)
+        _normed_part(normed, x, (mine - S.EXPERTS) * _NORM_BLOCKS, K, W, ROUNDS, PDL)
         return
     p_gate = gate + mine * K
     tile = tl.load(p_gate + column, mask=column < K, other=0.0)
@@ -398,9 +399,9 @@ def build_router(
         site.launch(
             route_one, (spec.n_experts + parts,), choice=Choice(ids.tensor, weights.tensor, counts), logits=logits.tensor,
             normed=Normed(unread if to is None else to, rows.tensor, unread if gain is None else gain, eps), NORM=parts > 0,
-            CHOOSES=chooses,
-            arrived=arrived.tensor, x=source.tensor, gate_bias=unread if shift is None else shift,
-            bias=unread if bias is None else bias, gains=unread if gains is None else gains, scale=spec.scale,
+            ROUNDS=to is not None, CHOOSES=chooses, arrived=arrived.tensor, x=source.tensor,
+            gate_bias=unread if shift is None else shift, bias=unread if bias is None else bias,
+            gains=unread if gains is None else gains, scale=spec.scale,
             W=min(_GATE_COLUMNS if chooses else _ALL_COLUMNS, power_of_two(matrix.k)), warps=warps,
             early=starts_early(site), **shared, **_constants(spec),
         )  # fmt: skip
