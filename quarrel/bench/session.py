@@ -45,9 +45,9 @@ class How:
         return self.deadline is not None and time.perf_counter() > self.deadline
 
 
-ROOM = 4 << 30
-"""Bytes beside weights, caches and values of a step, for the checks and graphs, before weights are kept decoded for prompts as
-they are in `LLM`."""
+ROOM = 12 << 30
+"""Bytes beside weights, caches and values of a step, for checks and graphs: weights are kept decoded for prompts in the rest,
+as they are in `LLM`."""
 
 
 class Session:

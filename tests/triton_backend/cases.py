@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from quarrel.ops import reference
 from quarrel.ops.compare import case_error, errors
 from quarrel.ops.contract import Case, Compute, Concrete, Op
@@ -15,6 +17,8 @@ EVERYTHING = os.environ.get("QUARREL_TEST_ALL") == "1" or not INTERPRETED
 """Every case in every arithmetic; without it each case runs in one, in turn, since the interpreter is slow."""
 
 COMPUTES: tuple[Compute, ...] = ("float32", "float16") if INTERPRETED else ("float32", "float16", "bfloat16")
+
+DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def error_of(backend: TritonBackend, op: Op, case: Case, compute: Compute, seed: int = 0) -> float:

@@ -30,10 +30,9 @@ from quarrel.triton_backend.runtime.cache import from_host
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.launch import launch as really
 from quarrel.triton_backend.runtime.site import Batch, Tables
-from tests.triton_backend.cases import COMPUTES, error_of, error_on
+from tests.triton_backend.cases import COMPUTES, DEVICE, error_of, error_on
 
 SPEC = AttentionSpec(4, 2, 64, 0.125)
-DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 
 
 def batch(spec: AttentionSpec, lengths: list[tuple[int, int]], seed: int = 0) -> tuple[Any, ...]:
@@ -180,7 +179,11 @@ def test_a_sequence_does_not_depend_on_its_batch(backend: TritonBackend, compute
     for s in range(4):
         a, b = int(starts[s]), int(starts[s + 1])
         one = (q[a:b].copy(), np.array([0, b - a], np.int32), kv_len[s : s + 1], table[s : s + 1].copy(), cache)
-        assert np.array_equal(run(backend, one, compute), whole[a:b]), s
+        alone = run(backend, one, compute)
+        if INTERPRETED or compute != "float32":
+            assert np.array_equal(alone, whole[a:b]), s
+        else:  # compilers fuse products and sums as they like
+            np.testing.assert_allclose(alone, whole[a:b], rtol=1e-5, atol=1e-6)
 
 
 def test_a_chunk_of_a_prompt_gives_the_same_rows(backend: TritonBackend) -> None:
@@ -272,4 +275,7 @@ def test_rotating_and_appending_inside_changes_no_bit(style: Any, way: Any) -> N
     assert (launched, more) == ([name], ["rope_append_rows", name, "attend_many"])
     for one, other in zip(inside, apart, strict=True):
         assert not one.isnan().any()
-        assert torch.equal(one, other)
+        if INTERPRETED or one.dtype != torch.float32:
+            assert torch.equal(one, other)
+        else:  # compilers fuse products and sums as they like
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)

@@ -36,7 +36,7 @@ from quarrel.triton_backend.formats.weights import Weights
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.site import Batch, Tables
-from tests.triton_backend.cases import error_of, error_on
+from tests.triton_backend.cases import DEVICE, error_of, error_on
 
 TYPES = [GGMLType[name] for name in (*INTEGERS, *FLOATS)]
 FLOAT16: Compute = "float16"
@@ -120,9 +120,9 @@ def test_int8x2_keeps_15_bits_of_a_block() -> None:
     k = 96
     x = (draw.activations(rng, 1, k)[0] * np.repeat([1e-6, 1.0, 3e4], 32)).astype(np.float32)
     x[64:] = 0.0
-    to = torch.full((words(k),), -1, dtype=torch.int32)
+    to = torch.full((words(k),), -1, dtype=torch.int32, device=DEVICE)
     with np.errstate(all="ignore"):
-        int8x2_rows[(1, 2)](to, torch.from_numpy(x), K=k, B=2, PDL=False)
+        int8x2_rows[(1, 2)](to, torch.from_numpy(x).to(DEVICE), K=k, B=2, PDL=False)
     got = from_int8x2(to, k)
     error = np.abs(got - x).reshape(3, 32).max(1) / np.maximum(np.abs(x).reshape(3, 32).max(1), 1e-30)
     assert error.max() <= 0.51 / 16256
@@ -130,7 +130,7 @@ def test_int8x2_keeps_15_bits_of_a_block() -> None:
 
 def from_int8x2(to: torch.Tensor, k: int) -> np.ndarray:
     """The values of an int8x2 row, from the layout that `int8x2.py` describes."""
-    ints = to.numpy()
+    ints = to.cpu().numpy()
     parts = (
         ints[: k // 2].view(np.int8).reshape(2, 2, k // 32, 16).astype(np.float64)
     )  # first or last 16 columns, high or low, block, column
@@ -161,9 +161,9 @@ def test_a_norm_leaves_its_row_as_int8x2() -> None:
         Node(NORM, norm, (x, WeightRef("gain", GGMLType.F32, 1, k)), (h,), "norm"),
         Node(LINEAR, linear, (h, WeightRef("w", GGMLType.Q4_K, n, k)), (y,), "linear"),
     )
-    device = torch.device("cpu")
+    device = DEVICE
     rows = draw.activations(rng, 1, k)
-    slots = {0: Slot(torch.from_numpy(rows.reshape(-1).copy()))}
+    slots = {0: Slot(torch.from_numpy(rows.reshape(-1).copy()).to(device))}
     launched: list[str] = []
 
     def launch(kernel: object, grid: Sequence[int], *args: object, **told: object) -> None:
@@ -172,7 +172,7 @@ def test_a_norm_leaves_its_row_as_int8x2() -> None:
         launched.append(kernel.__name__)  # type: ignore[attr-defined]
         really(kernel, tuple(grid), *args, **told)  # type: ignore[arg-type]
 
-    none = Slot(torch.zeros(1, dtype=torch.int32))
+    none = Slot(torch.zeros(1, dtype=torch.int32, device=device))
     choices = lower(Program(nodes, {"x": x}, {}, ()), REGISTRY)
     weights = Weights(CallWeights(given), device, FLOAT16)
     plan = Plan(choices, slots, {2}, {"T": 1, "S": 1, "R": 1, "items": 1}, weights, [], [], Tables(none, none), FLOAT16,

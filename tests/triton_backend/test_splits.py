@@ -23,6 +23,7 @@ from quarrel.triton_backend.attention.splits import (
 )
 from quarrel.triton_backend.inputs import item_bucket, item_starts
 from quarrel.triton_backend.runtime.launch import power_of_two
+from tests.triton_backend.cases import DEVICE
 
 LENGTHS = np.array([*range(1, 700), 8191, 8192, 8193, 32000, 131072, 1 << 20])
 
@@ -119,6 +120,6 @@ def test_items_of_a_full_cache_are_bounded() -> None:
 @pytest.mark.parametrize("seqs", [1, 7, 80])
 def test_the_device_finds_the_same_splits(seqs: int) -> None:
     lengths = np.random.default_rng(0).choice(LENGTHS, seqs)
-    starts, query_start = split_starts(torch.from_numpy(lengths.astype(np.int32)))
+    starts, query_start = split_starts(torch.from_numpy(lengths.astype(np.int32)).to(DEVICE))
     assert starts.tolist() == [0, *np.cumsum(splits_of(lengths, split_keys(seqs)))]
     assert query_start.tolist() == list(range(seqs + 1))

@@ -2,8 +2,8 @@
 
 One ring then computes all experts of a layer, where the shared one had two to nine launches of its own. Its matrices lie
 behind those of the others (`formats/weights.py: beside`). One that is `more` times as wide as the others is as many
-experts: rows of gate and up divide by themselves, but columns of down have to lie part by part there, in a copy (read so for
-one row, too, they cost 3 % of a step of Granite-4-h-tiny on an H100, 2026-11-28).
+experts: rows of gate and up divide by themselves, but columns of down have to lie part by part there, in a copy (read so
+for one row, too, they cost 3 % of a step of Granite-4-h-tiny on an H100, 2026-11-28).
 
 Products of 8 / 32 rows with the shared expert's behind the others cost 3 / 17 us more in a layer of Nemotron and 2 / 6 in
 one of Granite-4-h-tiny on an H200 (2026-11-27); by themselves, with launches between, they took 23 / 24 and 13 / 18.
