@@ -2,6 +2,7 @@
 
     python -m bench.check.mlx_cuda prepare DIR [--models 4]      where the emulator runs: files, kernels and logits into DIR
     python -m bench.check.mlx_cuda run DIR [--out FILE]          where the GPU is: needs numpy, gguf and `mlx[cuda]`
+    python -m bench.check.mlx_cuda run DIR --only NAME,NAME      some of its models: several processes share the work
     python -m bench.check.mlx_cuda run DIR --emulated            the same launches on the emulator; says which has no PTX
 
 What Metal would be given goes through the graph of MLX as on a Mac: async evaluation, donation, `mx.compile` of the steps
@@ -287,12 +288,17 @@ def _write(target: Path, arch: str, key: str, source: MetalSource) -> None:
         path.write_bytes(zlib.compress(machine_code(ptx, arch).code, 9))
 
 
-def run(folder: Path, emulated: bool, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Every model; a failure stops none of the others."""
+def run(folder: Path, emulated: bool, only: Sequence[str], tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Every model, or those of these names; a failure stops none of the others."""
     manifest = json.loads((folder / "manifest.json").read_text())
+    models = [m for m in manifest["models"] if not only or m["name"] in only]
+    if not models:
+        raise RequestError(
+            f"no model of {', '.join(only)}: {folder} has {', '.join(m['name'] for m in manifest['models'])}"
+        )
     OnCuda.folder = folder
     totals: dict[str, Any] = {"models": 0, "failures": 0}
-    for model in manifest["models"]:
+    for model in models:
         for compute in ARITHMETIC:
             try:
                 found = drive(folder, model, compute, emulated)
@@ -315,8 +321,10 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=len(MODELS), help="only the first so many")
     parser.add_argument("--arch", default="sm_90")
     parser.add_argument("--emulated", action="store_true")
+    parser.add_argument("--only", default="", help="run: names of models, with commas between them")
     parser.add_argument("--out", type=Path, help="writes the lines there as well")
     given = parser.parse_args()
+    only = [name for name in given.only.split(",") if name]
     if given.what == "prepare":
         print(json.dumps(prepare(given.folder, given.models, given.arch)))
         return
@@ -331,12 +339,12 @@ def main() -> None:
     if given.emulated:
         with install(Settings(mode=Mode.FAST)):
             fast.metal_kernel = Looked
-            totals = run(given.folder, True, tell)
+            totals = run(given.folder, True, only, tell)
     else:
         fast.metal_kernel = OnCuda
         # Not so for what else is asked: limits of memory and the name of a Mac's GPU are Metal's.
         vars(stepping)["emulated"] = lambda: False
-        totals = run(given.folder, False, tell)
+        totals = run(given.folder, False, only, tell)
     tell(totals)
     sys.exit(1 if totals["failures"] else 0)
 
