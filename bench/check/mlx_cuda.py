@@ -168,7 +168,8 @@ def drive(folder: Path, model: dict[str, Any], compute: Compute, emulated: bool)
         "tokens": one_by_one.tolist(),
         "same_in_flight": bool(np.array_equal(one_by_one, in_flight) and np.array_equal(one_by_one, again)),
         "ms_a_step_in_flight": seconds / AHEAD * 1e3,
-        "cache_bytes": step.memory().cache,
+        # Without keys and values no copy of states would show beside what 40 steps in flight hold.
+        "cache_bytes": step.memory().cache if row else 0,
         "grown_bytes": grown,
         "traced": len(step._traced),
     }
