@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,9 @@ def module(path: Path, text: str) -> Module:
     return Module(str(path.relative_to(ROOT)), room, ast.parse(text, str(path)))
 
 
+@cache
 def modules() -> list[Module]:
+    """Those of the package: many trees, and most processes of a run of all tests need none."""
     return [module(p, p.read_text("utf-8")) for p in sorted(PACKAGE.rglob("*.py"))]
 
 
@@ -154,20 +157,17 @@ def noun_faults(m: Module) -> list[str]:
     return faults
 
 
-ALL = modules()
-
-
 def test_every_file_imports_only_what_its_room_may() -> None:
-    assert [fault for m in ALL for fault in import_faults(m)] == []
+    assert [fault for m in modules() for fault in import_faults(m)] == []
 
 
 def test_nothing_runs_code_from_a_file() -> None:
-    assert [fault for m in ALL for fault in danger_faults(m)] == []
+    assert [fault for m in modules() for fault in danger_faults(m)] == []
 
 
 def test_only_models_and_tokenizers_name_an_architecture() -> None:
     quiet = ("ops", "cpu_backend", "triton_backend", "mlx_backend", "engine", "gguf")
-    assert [fault for m in ALL if m.room in quiet for fault in noun_faults(m)] == []
+    assert [fault for m in modules() if m.room in quiet for fault in noun_faults(m)] == []
 
 
 @pytest.mark.parametrize(
@@ -251,7 +251,7 @@ def circles(edges: Graph) -> list[set[str]]:
 
 
 def test_no_modules_import_each_other() -> None:
-    names = {m.path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): m.tree for m in ALL}
+    names = {m.path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): m.tree for m in modules()}
     assert circles(graph(names)) == []
 
 
