@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOL = ROOT / "tools" / "triton_aot.py"
+import pytest
+
+from tests.forked import Forked
+from tests.triton_compiler import MAIN, compiler
 
 PTX = """
 //
@@ -29,20 +28,10 @@ PTX = """
 """
 
 
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
-def evaluate(expression: str, value: Any) -> Any:
-    """Of `value` and the tool's module `a`, in a process that has Triton's compiler, not its interpreter."""
-    code = f"import sys, json; import tools.triton_aot as a\nvalue = json.load(sys.stdin)\nprint(json.dumps({expression}))"
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(value), capture_output=True, text=True, env=environment, check=True
-    )
-    return json.loads(done.stdout)
+@pytest.fixture(scope="module", name="process")
+def _process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forked]:
+    with compiler(tmp_path_factory.mktemp("ptx")) as process:
+        yield process
 
 
 COMPARED: list[tuple[dict[str, str], dict[str, str], list[str]]] = [
@@ -56,31 +45,34 @@ COMPARED: list[tuple[dict[str, str], dict[str, str], list[str]]] = [
 ]
 
 
-def test_hashes_are_compared_by_label_and_by_content_and_names_and_lines_are_not_in_them() -> None:
+def test_hashes_are_compared_by_label_and_by_content_and_names_and_lines_are_not_in_them(process: Forked) -> None:
     texts = [PTX.format(name=n, line=line, op=op) for n, line, op in (("f", 1, "add"), ("g", 77, "add"), ("f", 1, "mul"))]
-    found, hashed = evaluate(
-        "([a.ptx_differences(old, new) for old, new, _ in value[0]], [a.neutral(text) for text in value[1]])",
-        [COMPARED, texts],
+    done = process.run(
+        "old, texts = json.loads(sys.argv[1])\n"
+        "print(json.dumps([[a.ptx_differences(*each[:2]) for each in old], [a.neutral(text) for text in texts]]))",
+        json.dumps([COMPARED, texts]),
     )
+    assert done.returncode == 0, done.stderr
+    found, hashed = json.loads(done.stdout)
     assert found == [said for _, _, said in COMPARED]
     one, renamed, changed = hashed
     assert one == renamed != changed
 
 
-def test_files_of_hashes_are_compared_without_compiling(tmp_path: Path) -> None:
+def test_files_of_hashes_are_compared_without_compiling(process: Forked, tmp_path: Path) -> None:
     files = [tmp_path / "old.json", tmp_path / "new.json"]
     for path, hashes in zip(files, ({"sm_90 f k": "a"}, {"sm_90 f k": "b"}), strict=True):
         path.write_text(json.dumps(hashes))
-    done = run("--compare", *files)
+    done = process.run(MAIN, "--compare", *files)
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines() == ["changed: sm_90 f k", "1 variants before, 1 after, 1 differences"]
 
 
-def test_a_kernel_hashes_the_same_twice(tmp_path: Path) -> None:
+def test_a_kernel_hashes_the_same_twice(process: Forked, tmp_path: Path) -> None:
     quick = ("--targets", "sm_90", "--formats", "F16", "--computes", "float16", "--kernels", "list_chunks", "--quick")
-    first = run(*quick, "--ptx", tmp_path / "a.json")
+    first = process.run(MAIN, *quick, "--ptx", tmp_path / "a.json")
     assert first.returncode == 0, first.stderr
     assert all(len(h) == 64 for h in json.loads((tmp_path / "a.json").read_text()).values())
-    second = run(*quick, "--ptx", tmp_path / "b.json", "--against", tmp_path / "a.json")
+    second = process.run(MAIN, *quick, "--ptx", tmp_path / "b.json", "--against", tmp_path / "a.json")
     assert second.returncode == 0, second.stderr
     assert second.stdout.endswith("0 differences\n"), second.stdout

@@ -7,25 +7,26 @@ their name; QUARREL_TEST_ALL=1 compiles everything.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
+from tests.forked import Forked
 from tests.triton_backend.cases import EVERYTHING
-
-TOOL = Path(__file__).resolve().parents[2] / "tools" / "triton_aot.py"
+from tests.triton_compiler import MAIN, compiler
 
 pytestmark = pytest.mark.timeout(900)
 """Half a minute of both cores where nothing else runs, and many where much does."""
 
 
-def compiled(*arguments: str) -> dict[str, object]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(TOOL.parents[1])
-    done = subprocess.run([sys.executable, str(TOOL), *arguments], capture_output=True, text=True, env=environment)
+@pytest.fixture(scope="module", name="process")
+def _process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forked]:
+    with compiler(tmp_path_factory.mktemp("aot")) as process:
+        yield process
+
+
+def compiled(process: Forked, *arguments: str) -> dict[str, object]:
+    done = process.run(MAIN, *arguments)
     assert done.stdout, done.stderr[-2000:]
     report: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     assert report["faults"] == []
@@ -61,18 +62,21 @@ def compiled(*arguments: str) -> dict[str, object]:
         "shared expert",
     ],
 )
-def test_kernels_compile_without_spills(targets: str, formats: str, computes: str, kernels: str, least: int) -> None:
+def test_kernels_compile_without_spills(
+    process: Forked, targets: str, formats: str, computes: str, kernels: str, least: int
+) -> None:
     report = compiled(
-        "--targets", targets, "--formats", formats, "--computes", computes, "--kernels", kernels, "--quick", "--each", "4"
+        process, "--targets", targets, "--formats", formats, "--computes", computes, "--kernels", kernels,
+        "--quick", "--each", "4",
     )  # fmt: skip
     assert report["compiled"] >= least  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("kv", ["auto", "int8", "fp8"] if EVERYTHING else ["fp8"])
-def test_the_ring_of_attention_compiles_without_spills(kv: str) -> None:
+def test_the_ring_of_attention_compiles_without_spills(process: Forked, kv: str) -> None:
     report = compiled(
-        "--targets", "sm_90", "--formats", "F16", "--computes", "float16", "--kernels", "attend_ring", "--unchecked",
-        "--kv-cache", kv, "--quick", "--each", "1" if EVERYTHING else "3",
+        process, "--targets", "sm_90", "--formats", "F16", "--computes", "float16", "--kernels", "attend_ring",
+        "--unchecked", "--kv-cache", kv, "--quick", "--each", "1" if EVERYTHING else "3",
     )  # fmt: skip
     assert report["compiled"] >= 1  # type: ignore[operator]
 
@@ -80,21 +84,15 @@ def test_the_ring_of_attention_compiles_without_spills(kv: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.skipif(not EVERYTHING, reason="QUARREL_TEST_ALL is not set")
-def test_every_kernel_compiles_for_every_target_without_spills() -> None:
-    assert compiled()["compiled"] > 300  # type: ignore[operator]
+def test_every_kernel_compiles_for_every_target_without_spills(process: Forked) -> None:
+    assert compiled(process)["compiled"] > 300  # type: ignore[operator]
 
 
-def test_the_gate_fails_on_a_spill_and_on_too_much_shared_memory() -> None:
-    code = (
-        "import sys; sys.path.insert(0, sys.argv[1]); import triton_aot as a\n"
+def test_the_gate_fails_on_a_spill_and_on_too_much_shared_memory(process: Forked) -> None:
+    done = process.run(
         "def fault(**k): return a.Report(**dict(dict(kernel='k', compute='float16', label='', target='sm_120', registers=1,"
         " stack=0, spills=0, shared=0, wide_loads=0, matrix_ops=0, seconds=0.0), **k)).fault()\n"
         "print([fault(), fault(stack=16, spills=4), bool(fault(stack=24)), bool(fault(shared=102000)),"
         " fault(shared=102000, target='sm_90')])"
     )
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(TOOL.parents[1])
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(TOOL.parent)], capture_output=True, text=True, env=environment, check=True
-    )
-    assert done.stdout.strip() == "[None, None, True, True, None]"
+    assert done.stdout.strip() == "[None, None, True, True, None]", done.stderr
