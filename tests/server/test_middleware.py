@@ -135,16 +135,17 @@ def test_a_key_file_that_has_gone_closes_the_server_and_the_next_one(tmp_path: P
 
 def test_prompts_and_keys_are_in_no_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     canary = "canary 7f3a"
-    few = dict.fromkeys(("max_tokens", "max_output_tokens", "n_predict"), 2)  # by whatever name a route knows it
+    few: dict[str, object] = dict.fromkeys(("max_tokens", "max_output_tokens", "n_predict"), 2)
+    few |= {"options": {"num_predict": 2}}  # by whatever name a route knows it
     _, secret = Keyring(tmp_path).create("a")
     bodies: list[object] = [
         {"prompt": canary, "messages": [{"role": "user", "content": canary}], "input": canary, "text": canary, **few},
-        {"prompt": canary, "max_tokens": 1},
-        {"prompt": canary, "max_tokens": 2, "stream": True},
-        {"prompt": canary, "top_p": 9},
-        {"prompt": [canary]},
-        {"messages": [{"role": canary, "content": canary}], "tools": canary},
-        {"prompt": "a", "model": "demo", "stop": canary, "response_format": {"type": canary}},
+        {"prompt": canary, **few},
+        {"prompt": canary, **few, "stream": True},
+        {"prompt": canary, **few, "top_p": 9},
+        {"prompt": [canary], **few},
+        {"messages": [{"role": canary, "content": canary}], **few, "tools": canary},
+        {"prompt": "a", "model": "demo", **few, "stop": canary, "response_format": {"type": canary}},
         canary,
     ]
     caplog.set_level(1)
