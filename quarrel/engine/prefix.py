@@ -83,9 +83,9 @@ class PrefixTree:
         self._by_key: dict[bytes, Node] = {}
         self._by_block: dict[int, Node] = {}
         self._salts: dict[Node, bytes] = {}
-        self._leaves: list[tuple[int, int, Node]] = []  # a heap; entries whose stamp is old mean nothing
+        self._leaves: list[tuple[int, Node]] = []  # a heap; entries whose stamp is old mean nothing, no two nodes have one
         self._windows: OrderedDict[Node, int] = OrderedDict()  # whose window's blocks may go, and since when; oldest first
-        self._clock = self._offers = 0
+        self._clock = 0
         self.kept = 0  # blocks that only the tree holds
         self.evictions = 0
         self.window_changes = 0  # windows that came to nodes which were there without
@@ -199,7 +199,6 @@ class PrefixTree:
         for node in self.nodes():
             self._remove(node)
         self._leaves.clear()
-        self._windows.clear()
 
     def forget(self, blocks: Iterable[int]) -> None:
         """Takes out what lies in these blocks and all that stands on it: nobody finds it any more."""
@@ -225,10 +224,9 @@ class PrefixTree:
 
     def _offer(self, node: Node) -> None:
         if node.alive and node.block >= 0 and not node.children:
-            self._offers += 1
-            heapq.heappush(self._leaves, (node.stamp, self._offers, node))
+            heapq.heappush(self._leaves, (node.stamp, node))
             if len(self._leaves) > 4 * len(self._by_block) + 64:
-                self._leaves = [e for e in self._leaves if e[2].alive and e[2].stamp == e[0]]
+                self._leaves = [(stamp, node) for stamp, node in self._leaves if node.alive and node.stamp == stamp]
                 heapq.heapify(self._leaves)
 
     def _attach_windows(self, node: Node, windows: tuple[int, ...]) -> None:
@@ -238,7 +236,7 @@ class PrefixTree:
             self._pool.retain(windows)
 
     def _evict(self) -> bool:
-        leaf, windows = self._oldest_leaf(), self._oldest_windows()
+        leaf, windows = self._oldest_leaf(), next(iter(self._windows), None)
         if windows is not None:
             many = len(self._windows) * len(windows.window_blocks) > self._pool.n_blocks // WINDOWS
             if leaf is None or many or self._windows[windows] < leaf.stamp:
@@ -248,24 +246,15 @@ class PrefixTree:
         if leaf is None:
             return False
         self.evictions += 1
-        heapq.heappop(self._leaves)
         self._remove(leaf)
         return True
 
     def _oldest_leaf(self) -> Node | None:
         while self._leaves:
-            stamp, _, node = self._leaves[0]
+            stamp, node = self._leaves[0]
             if node.alive and node.stamp == stamp and not node.children and self._pool.ref_count(node.block) == 1:
                 return node
             heapq.heappop(self._leaves)
-        return None
-
-    def _oldest_windows(self) -> Node | None:
-        while self._windows:
-            node = next(iter(self._windows))
-            if node.window_blocks and all(self._pool.ref_count(b) == 1 for b in node.window_blocks):
-                return node
-            del self._windows[node]  # it comes back when it is let go of
         return None
 
     def _drop_windows(self, node: Node) -> None:

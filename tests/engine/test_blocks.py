@@ -33,6 +33,7 @@ def test_common_prefix_counts_equal_tokens() -> None:
     a = list(range(1000))
     assert common_prefix(a, a) == 1000
     assert common_prefix(a, [*a[:700], -1, *a[701:]]) == 700
+    assert common_prefix(a, [*a[:5], -1, *a[6:]]) == 5
     assert common_prefix(a, a[:3]) == 3
     assert common_prefix(a, []) == 0
     assert common_prefix([1], (2,)) == 0
