@@ -167,6 +167,9 @@ def test_a_file_that_has_gone_opens_nothing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has gone"):
         Keyring(tmp_path).keys()
     assert [k.id for k in held(Keyring(tmp_path, ["secret"]))] == ["given"]
+    several = Keyring(tmp_path, ["one", "two", "three"])
+    assert [k.id for k in held(several)] == ["given", "given 2", "given 3"]  # each with limits of its own
+    assert [k and k.name for k in map(several.find, ("three", "one", "four"))] == ["given 3", "given", None]
     (tmp_path / "keys.made").unlink()
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"the API keys cannot be read \(Not a directory\)"):
