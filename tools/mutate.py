@@ -108,6 +108,8 @@ EQUIVALENT: dict[str, tuple[tuple[str, str, str], ...]] = {
         ("Add to Sub", "if len(self._heap) > 2 *", "a bound that was chosen"),
         ("2 to 3", "if len(self._heap) > 2 *", "likewise"),
         ("64 to 65", "if len(self._heap) > 2 *", "likewise"),
+        ("Mult to Add", "if len(self._heap) > 2 *", "likewise"),
+        ("Gt to GtE", "if len(self._heap) > 2 *", "likewise"),
     ),
     "quarrel/engine/scheduler.py": (
         ("Lt to LtE", "last.place < sequence.place", "no two have the same place"),

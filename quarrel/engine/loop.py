@@ -198,7 +198,6 @@ class Loop:
             else:
                 engine.end_all("error", EngineFault(self._fault))
         with self._wake:
-            self._closing = True
             jobs, self._jobs = self._jobs, deque()
         for job in jobs:
             job()

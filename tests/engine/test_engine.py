@@ -6,6 +6,7 @@ from __future__ import annotations
 import queue
 import random
 import threading
+import time
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -455,6 +456,19 @@ def test_closing_the_loop_ends_what_runs_and_waits_and_frees_the_step_once() -> 
     toy.loop.close()
     with pytest.raises(QuarrelError, match="the model is closed"):
         toy.start([1], GREEDY)
+
+
+def test_who_comes_while_it_closes_is_told_and_a_program_that_never_closes_can_end() -> None:
+    with Toy() as toy:
+        free = toy.hold()
+        first = toy.start([1], GREEDY)
+        while not toy.engine.scheduler.running:
+            time.sleep(0.001)
+        late = toy.start([2], GREEDY)  # heard of behind the step that runs
+        toy.loop.close(timeout=0)
+        free()
+        assert [s.wait().finish_reason for s in (first, late)] == ["cancelled"] * 2
+        assert toy.loop._thread.daemon
 
 
 def test_many_threads_get_what_they_get_alone() -> None:

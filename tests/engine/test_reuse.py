@@ -236,5 +236,5 @@ def test_the_queue_gives_the_first_and_forgets_who_has_left() -> None:
     assert [t.order for t in queue][:3] == [198, 199, 196]
     for text in texts[20:]:
         queue.remove(text)
-    assert (len(queue), queue.pop()) == (19, texts[18])
     assert len(queue._heap) <= 2 * 20 + 64
+    assert (len(queue), queue.pop()) == (19, texts[18])

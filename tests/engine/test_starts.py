@@ -232,6 +232,19 @@ def test_the_last_free_block_can_be_had_and_not_one_more(groups: int) -> None:
             assert not books.cache.append(text, 13) or spare >= 2 * (1 + groups)
 
 
+def test_a_text_gets_in_with_as_many_blocks_as_its_windows_come_to() -> None:
+    """Nine tokens are known. Behind them it reads blocks 1 and 2 of each group, the first of which it shares."""
+    for n_blocks, known in ((9, 8), (10, 9)):
+        books = Books(n_blocks, window=6, window_groups=2)
+        text = books.starts(TEN[:9], 0)
+        assert books.cache.append_windows(text, 9) == 9
+        books.runs(text, 9)
+        books.cache.free(text)
+        later = Text([*TEN[:9], 99], 30)
+        assert books.cache.allocate(later, 1, [], 0)
+        assert later.computed == known  # for a copy of what is known of the third block there may be no room
+
+
 def test_windows_are_taken_as_far_as_there_are_blocks() -> None:
     for free, end in ((0, 8), (1, 8), (2, 12), (3, 12), (4, 14)):
         books = Books(4 + 4 + free, window=5, window_groups=2)
@@ -285,6 +298,26 @@ def test_a_narrow_window_s_blocks_go_as_soon_as_they_are_kept() -> None:
         assert (text.cache.freed, without.cache.pool.free) == (freed, free)
     without.cache.free(text)
     assert without.cache.pool.free == 32
+
+
+def test_who_was_refused_for_those_that_run_is_let_in_when_they_are_fewer() -> None:
+    """Each is left a block; what is free is the same. That he was refused before changes nothing."""
+    for rules in ({}, {"window": 5, "window_groups": 1}):
+        let_in = []
+        for forgets in (False, True):
+            books = Books(9, **rules)
+            known = books.starts(TEN[:4], 0)
+            books.cache.append_windows(known, 4)
+            books.runs(known, 4)
+            books.cache.free(known)
+            waits = Text(TEN[:8], 30)
+            for spare in range(9, -1, -1):
+                if forgets:
+                    waits.cache.refusal = None
+                if books.cache.allocate(waits, 1, [], spare):
+                    let_in.append(spare)
+                    break
+        assert let_in[0] == let_in[1] > 0
 
 
 def test_who_was_refused_is_looked_up_again_when_something_has_changed() -> None:

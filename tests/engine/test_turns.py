@@ -22,6 +22,7 @@ class Guessing(Run):
         self.own, self.asked = own, asked
 
     def draft(self, room: int) -> Sequence[int]:
+        assert room > 0  # nobody is asked for what there is no room for
         return [1] * min(room, self.own)
 
     def ahead(self) -> int:
@@ -46,6 +47,7 @@ class Account(Table):
         self.asked: dict[Run_, int] = {}
         self.scheduler._propose = self.propose
         self.last = ""
+        self.told: list[Run] = []  # who was put out
 
     def propose(self, wanted: Mapping[Run_, int]) -> dict[Run_, tuple[int, ...]]:
         self.asked = dict(wanted)
@@ -61,11 +63,13 @@ class Account(Table):
         match chance.randrange(5):
             case 0:
                 run: Run = Scored(prompt, 1, chance.choice(["hidden", "logits"]))
+                run.whole = len(prompt) <= self.scheduler.max_tokens and chance.random() < 0.5
             case 1:
                 run = Guessing(prompt, more, chance.choice([0, 1, 4]), chance.choice([0, 2, 6]))
             case _:
                 run = Run(prompt, more, chance.choice(["tokens", "tokens", "logprobs", "logits"]))
         run.rank = int(chance.random() < 0.3)
+        run.on_preempt = lambda: self.told.append(run)  # type: ignore[method-assign]
         self.add(run)
 
     def work(self, mine: list[Run_], lost: set[Run_]) -> list[tuple[Run_, int, int, int]]:
@@ -92,11 +96,12 @@ class Account(Table):
         for s in mine:
             if s in decoding:
                 continue
-            count = min(s.pending, tokens, beside if parts or decoding else tokens)
-            if s.every_row:
-                count = min(count, rows)
+            if s.whole:
+                count = s.pending if s.pending <= tokens else 0
+            else:
+                count = min(s.pending, tokens, max(beside, 0), rows if s.every_row else tokens)
             wanted = count if s.every_row else int(count == s.pending)
-            if count <= 0 or wanted > rows:
+            if count <= 0 or (wanted > rows and not s.whole):
                 continue
             parts.append((s, count, wanted, 0))
             tokens, rows, beside = tokens - count, rows - wanted, beside - count
@@ -120,6 +125,7 @@ class Account(Table):
             )
             assert len(came) == len(queue) or len(running) == self.scheduler.limits.max_seqs or room < len(running) + 1
         else:
+            assert len(self.told) == self.scheduler.preempted
             gone = [s for s in before if s not in running]
             assert all(g.rank > min(s.rank for s in running) or g.place >= max(s.place for s in running) for g in gone)
         if batch is None:
@@ -135,7 +141,7 @@ class Account(Table):
         lost = {p.sequence for p in batch.parts if not p.draft} if self.cache.available < 8 else set()
         assert parts == self.work(mine, lost)
         assert sum(p.count for p in batch.parts) <= self.scheduler.max_tokens
-        assert sum(p.rows for p in batch.parts) <= self.rows
+        assert sum(p.rows for p in batch.parts if not p.sequence.whole) <= self.rows
         assert batch.waits == (
             batch.want not in ("tokens", "logprobs") or any(p.sequence.waits and p.rows for p in batch.parts)
         )
@@ -156,6 +162,28 @@ class Account(Table):
             run.advance()
         if run.finished:
             self.scheduler.remove(run)
+
+
+def test_who_has_nothing_to_run_or_is_about_to_end_has_no_turn() -> None:
+    table = Table()
+    run = Run([1, 2, 3], 1)
+    table.add(run)
+    assert table.scheduler.next() is not None
+    run.computed, run.drawn = 3, 1  # its only token is on its way
+    assert table.scheduler.next() is None
+    table = Table()
+    scored, run = Scored([1, 2], want="hidden"), Run([1], 9)
+    table.add(scored, run)
+    wants = []
+    for _ in range(4):
+        batch = table.scheduler.next()
+        assert batch is not None
+        wants.append(batch.want)
+        for part in batch.parts:
+            part.sequence.computed += part.count
+            if part.sequence is run:
+                run.tokens.append(1)
+    assert wants == ["tokens", "hidden", "tokens", "tokens"]
 
 
 @pytest.mark.parametrize("seeds", [range(i, i + 10) for i in (0, 10, 20)], ids=str)
