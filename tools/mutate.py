@@ -72,13 +72,21 @@ TARGETS: dict[str, tuple[str, ...]] = {
 """A module, and its tests in the order in which they run."""
 SLOW = "not two_thousand and not long_load and not nobody_starves"
 EQUIVALENT: dict[str, tuple[tuple[str, str, str], ...]] = {
-    "quarrel/engine/pools.py": (("1 to 2", "self.added += 1", "only whether it changes is looked at"),),
+    "quarrel/engine/pools.py": (
+        ("1 to 2", "self.added += 1", "only whether it changes is looked at"),
+        ("Add to Sub", "self.added += 1", "likewise"),
+    ),
+    "quarrel/engine/loop.py": (("0 to 1", "self.places = Places(0)", "serving sets it before anybody can come"),),
     "quarrel/engine/prefix.py": (
         ("32 to 33", "token_bytes(32)", "a secret of any length will do"),
         ("16 to 17", "digest_size=16", "and a key"),
         ("0 to 1", "self._clock = 0", "only the order counts"),
         ("LtE to Lt", "while at + stride <= limit and", "speed only: what remains is walked"),
         ("0 to 1", "self.window_changes = 0", "only whether it changes is looked at"),
+        ("Add to Sub", "self.window_changes += 1", "likewise"),
+        ("1 to 2", "self.window_changes += 1", "likewise"),
+        ("Add to Sub", "parent.changes += 1", "likewise"),
+        ("1 to 2", "parent.changes += 1", "likewise"),
         ("1 to 2", "self._key(None, (), salt)", "a root's block is any number below 0"),
         ("1 to 2", "self._clock += 1", "only the order counts"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -15,6 +16,30 @@ from tests.engine.toys import Toy, request
 T = TypeVar("T")
 LONG = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
 PROMPT = [3, 1, 4]
+
+
+def test_a_job_returns_or_raises_to_who_sent_it() -> None:
+    def broken() -> None:
+        raise KeyError("mine")
+
+    with Toy() as toy:
+        assert toy.loop.run(lambda: 5) == 5
+        answered = threading.Event()
+
+        def ask() -> None:
+            with pytest.raises(KeyError, match="mine"):
+                toy.loop.run(broken)
+            answered.set()
+
+        threading.Thread(target=ask, daemon=True).start()
+        assert answered.wait(5)
+        assert toy.loop.run(threading.current_thread).name == "quarrel-engine"  # which lives on
+        assert toy.loop.run(toy.loop.phase.read)[0] == "stepping"
+        until = time.monotonic() + 5
+        while toy.loop.phase.read()[0] != "idle":
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        assert toy.loop.fault is None
 
 
 def go(work: Coroutine[Any, Any, T]) -> T:

@@ -217,6 +217,16 @@ def test_siblings_wait_for_one_prefill_and_share_it() -> None:
     assert table.cache.hits == 5
 
 
+def test_a_sibling_waits_for_the_last_two_tokens_of_the_prompt_too() -> None:
+    table, family = Table(), object()
+    first, second = (Run([1, 2], family=family, siblings=2) for _ in range(2))
+    table.add(first, second)
+    assert table.advance() == [(2, 1)]
+    assert list(table.scheduler.waiting) == [second]
+    assert table.advance() == [(1, 1), (1, 1)]
+    assert table.cache.hits == 1
+
+
 def test_a_prefix_is_reused_where_the_cache_has_no_block_to_spare() -> None:
     table = Table(n_blocks=6)
     table.add(Run([1] * 10, 1))
