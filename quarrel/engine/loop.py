@@ -192,11 +192,8 @@ class Loop:
     def _shut(self) -> None:
         """Nobody is left waiting: jobs that came too late find the engine closed, sequences end."""
         engine = self.engine
-        if engine is not None:
-            if self._fault is None:
-                engine.end_all("cancelled")
-            else:
-                engine.end_all("error", EngineFault(self._fault))
+        if engine is not None and self._fault is not None:
+            engine.end_all("error", EngineFault(self._fault))
         with self._wake:
             jobs, self._jobs = self._jobs, deque()
         for job in jobs:
