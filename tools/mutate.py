@@ -75,6 +75,7 @@ EQUIVALENT: dict[str, tuple[tuple[str, str, str], ...]] = {
     "quarrel/engine/pools.py": (
         ("1 to 2", "self.added += 1", "only whether it changes is looked at"),
         ("Add to Sub", "self.added += 1", "likewise"),
+        ("0 to 1", "self.added = 0", "likewise"),
     ),
     "quarrel/engine/loop.py": (("0 to 1", "self.places = Places(0)", "serving sets it before anybody can come"),),
     "quarrel/engine/prefix.py": (
@@ -122,6 +123,7 @@ EQUIVALENT: dict[str, tuple[tuple[str, str, str], ...]] = {
     "quarrel/engine/scheduler.py": (
         ("Lt to LtE", "last.place < sequence.place", "no two have the same place"),
         ("0 to 1", "self._count = 0", "only the order counts"),
+        ("Gt to GtE", "if sequence.siblings > 1 else []", "nobody who runs is of the family of one that is alone"),
         ("1 to 2", "self._count += 1", "only the order counts"),
     ),
     "quarrel/server/keys.py": (

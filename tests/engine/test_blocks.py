@@ -155,6 +155,9 @@ def test_the_slot_used_longest_ago_goes_for_a_new_copy() -> None:
     assert snapshots.add(one, 9) is None  # it is there
     snapshots.move(one, 9, two, 1)
     assert (one, two) == ({7: 4}, {1: 5})
+    snapshots.move(two, 1, one, 7)
+    assert (one, two, len(snapshots)) == ({7: 4}, {}, 1)  # what is there already stays
+    assert snapshots.add(two, 1) == 5
     snapshots.drop(4)
     snapshots.drop(5)
     assert (len(snapshots), one, two) == (0, {}, {})
