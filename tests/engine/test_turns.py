@@ -164,6 +164,19 @@ class Account(Table):
             self.scheduler.remove(run)
 
 
+def test_a_prompt_whose_row_has_no_room_lets_others_by_that_want_none_yet() -> None:
+    table = Table(max_tokens=12, max_rows=3)
+    guessing = Guessing([1], 9, 4, 0)
+    table.add(guessing)
+    assert table.scheduler.next() is not None
+    guessing.computed = 1
+    guessing.tokens.append(2)
+    table.add(Run([3, 4]), Run([4] * 14))
+    batch = table.scheduler.next()
+    assert batch is not None
+    assert [(p.count, p.rows) for p in batch.parts] == [(3, 3), (9, 0)]
+
+
 def test_who_has_nothing_to_run_or_is_about_to_end_has_no_turn() -> None:
     table = Table()
     run = Run([1, 2, 3], 1)
