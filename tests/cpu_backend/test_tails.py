@@ -60,6 +60,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
         sums.sum(1, dtype=np.int32),
         sums.reshape(-1, 4, 4, 16).sum(3, dtype=np.int32).transpose(0, 2, 1).reshape(-1),  # in lanes of SIXTEEN
         q.reshape(-1, 2, 4, 2, 16).transpose(0, 2, 3, 1, 4).reshape(-1),  # halves of blocks i and i + 4 beside each other
+        sums.reshape(-1, 16).sum(1, dtype=np.int16),
     )
     out = np.concatenate([q.reshape(-1).view(np.uint8), *(np.ascontiguousarray(p).view(np.uint8) for p in parts)])
     assert len(out) == row_bytes(k)

@@ -5,6 +5,11 @@ superblock decodes to four vectors of 64 unsigned codes, one scale per group of 
 
     value = scale[group] * (code - offset) - minimum[group]
 
+A format with integer scales has small integers for each 16 values beside two factors of the block, and codes from zero up.
+What 16 values sum up to is multiplied by their scale in integers, so that a group of 32 has one sum:
+
+    value = d * scale[16 values] * code - dmin * minimum[16 values]
+
 The vectors hold runs of 16 values in the order that the format's number of groups has (`SPLIT`, `WHOLE`), and scales come
 in the order in which the sums of the groups come out.
 """
@@ -29,11 +34,24 @@ SIXTEEN = [4 * i + part for part in range(4) for i in range(4)]
 
 @dataclass(frozen=True)
 class Superblock:
-    """Decoded: codes 4 x <64 x i8>, and <groups x f32> scales followed by as many minima, if any, in lane order."""
+    """Decoded: codes 4 x <64 x i8>, and <groups x f32> scales followed by as many minima, if any, in lane order.
+
+    Of a format with integer scales: d and -dmin as <2 x f32>; scales and minima are <16 x i16>, as they follow one
+    another. Either the codes or the scale of 16 values are four times as large as they should be, and d is a quarter.
+    """
 
     codes: list[Val]
     factors: Val
     groups: int
+    scales16: Val | None = None
+    minima16: Val | None = None
+
+    @property
+    def integers(self) -> tuple[Val, Val]:
+        """Scales and minima of a format with integer scales."""
+        assert self.scales16 is not None
+        assert self.minima16 is not None
+        return self.scales16, self.minima16
 
     @property
     def scales(self) -> Val:
@@ -58,11 +76,18 @@ class BlockFormat:
     has_minima: bool = False
     largest: int = 15
     """The largest code."""
+    product: int = 0
+    """The largest product of a code and its scale, where scales are integers of 16 values."""
 
     @property
     def wide(self) -> bool:
         """Codes need all eight bits."""
         return self.largest > 127
+
+    @property
+    def minimum_chains(self) -> bool:
+        """Minima are added up in chains of their own."""
+        return self.has_minima and not self.product
 
     @property
     def superblock_bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quarrel.cpu_backend.formats.block import BlockFormat, padded_tail
+from quarrel.cpu_backend.formats.block import BlockFormat, Superblock, padded_tail
 from quarrel.cpu_backend.formats.table import BLOCKS
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I16, I32, Kernel, Val, vec
@@ -24,14 +24,23 @@ def dequantize_superblock(k: Kernel, level: Level, fmt: BlockFormat, at: Val, ou
     """Stores the 256 values of the superblock at `at` as float32 at `out`: scale * (code - offset) - minimum."""
     block = fmt.decode(k, level, at)
     lane = {group: i for i, group in enumerate(fmt.lane_groups)}
+    scales, minima = _group_factors(block)
     for codes, runs in zip(block.codes, fmt.runs, strict=True):
         for part, run in enumerate(runs):
-            which = lane[16 * run // (256 // fmt.groups)]
+            which = run if fmt.product else lane[16 * run // (256 // fmt.groups)]
             q = codes.shuffle(range(16 * part, 16 * part + 16)).to(I32, unsigned=True) - fmt.offset
-            value = q.to(F32) * k.splat(block.scales[which], 16)
-            if block.minima is not None:
-                value = value - k.splat(block.minima[which], 16)
+            value = q.to(F32) * k.splat(scales[which], 16)
+            if minima is not None:
+                value = value - k.splat(minima[which], 16)
             k.store(value, out, 64 * run)
+
+
+def _group_factors(block: Superblock) -> tuple[Val, Val | None]:
+    """Scales and minima as float32; integer ones times their factors."""
+    if block.scales16 is None:
+        return block.scales, block.minima
+    scales, minima = (v.to(F32) for v in block.integers)
+    return scales * block.factors[0], minima * -block.factors[1]
 
 
 def dequantize_row(k: Kernel, level: Level, name: str, row: Val, out: Val, n: Val, tail: bool) -> None:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from quarrel.cpu_backend.formats.block import SIXTEEN, BlockFormat, Superblock, f16_at, two_bits
+from quarrel.cpu_backend.formats.block import BlockFormat, Superblock, split_runs
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import F32, I8, I32, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.ir import F32, I8, I16, I64, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.vector import f16_to_f32
 
 
 def decode(k: Kernel, level: Level, at: Val) -> Superblock:
-    both = k.load(at, vec(I8, 16), 0).shuffle(SIXTEEN)
-    scales, minima = ((x.to(I32, unsigned=True)).to(F32) for x in (both & 15, both >> 4))
-    factors = (scales * f16_at(k, level, at, 80)).concat(minima * f16_at(k, level, at, 82))
-    return Superblock(two_bits(k, at, 16), factors, 16)
+    """Codes of every second 32 values stay where they are, four times as large, and the scales of the others are."""
+    codes = []
+    for shift in (0, 4):
+        parts = [(v.bitcast(vec(I64, 4)) >> shift).bitcast(vec(I8, 32)) for v in split_runs(k, at, 16, 48)]
+        codes += [(parts[0] & mask).concat(parts[1] & mask) for mask in (3, 12)]
+    both = k.load(at, vec(I8, 16)).to(I16, unsigned=True)
+    scales = (both & 15) * k.lane_constants(I16, [4, 4, 1, 1] * 4)
+    factors = f16_to_f32(k, level, k.load(at, vec(I16, 2), 80)) * k.lane_constants(F32, [0.25, -1.0])
+    return Superblock(codes, factors, 8, scales, both >> 4)
 
 
-FORMAT = BlockFormat("Q2_K", 256, 84, decode, groups=16, has_minima=True, largest=3)
+FORMAT = BlockFormat("Q2_K", 256, 84, decode, has_minima=True, largest=12, product=45)

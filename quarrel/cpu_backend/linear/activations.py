@@ -3,11 +3,12 @@
     d = max|x| / 127,  q = round(x / d)                      per block of 32, as Q8_0
 
 A quantised row of `k` values (padded with zeros to a multiple of 256, `p`) is one run of bytes:
-    codes i8 [p], d f32 [p/32], d * sum(q) f32 [p/32], sum(q) i32 [p/32], sum(q) per 16 i32 [p/16], codes again i8 [p]
+    codes i8 [p], d f32 [p/32], d * sum(q) f32 [p/32], sum(q) i32 [p/32], sum(q) per 16 i32 [p/16], codes again i8 [p],
+    sum(q) per 16 once more i16 [p/16]
 
 The codes stand there twice: as they follow one another, and in the order in which formats of eight groups are decoded
 (`SPLIT` in `formats/block.py`). Sums per 16 stand in the order of `SIXTEEN`, in which those of formats of sixteen groups
-come out.
+come out; as words they follow one another.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
-from quarrel.cpu_backend.runtime.ir import F32, I8, I32, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.ir import F32, I8, I16, I32, Kernel, Val, vec
 from quarrel.cpu_backend.runtime.vector import F32x16, max_lanes, sum_lanes
 
 
@@ -27,7 +28,7 @@ def padded(k: int) -> int:
 def row_bytes(k: int) -> int:
     """Bytes of a quantised row."""
     p = padded(k)
-    return 2 * p + 4 * (3 * p // 32 + p // 16)
+    return 2 * p + 4 * (3 * p // 32 + p // 16) + p // 8
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class QuantRow:
         """The codes in the order of `SPLIT`."""
         return self.sum16 + (self.p >> 2)
 
+    @property
+    def words16(self) -> Val:
+        """The sums per 16 as words."""
+        return self.split + self.p
+
 
 _MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
 
@@ -81,6 +87,7 @@ def quantize_block(k: Kernel, row: QuantRow, block: Val, low: Val, high: Val) ->
         k.store(q.to(I8), split, 32 * part)
         sums.append(sum_lanes(q))
         k.store(sums[part], sum16, 16 * part)
+        k.store(sums[part].to(I16), row.words16 + (block << 2), 2 * part)
     total = sums[0] + sums[1]
     k.store(d, row.d + (block << 2))
     k.store(d * total.to(F32), row.d_sum + (block << 2))

@@ -2,6 +2,7 @@
 
 For weight row n, over superblocks b and groups j:
     y[n] = tree_j( sum_b scale[b, j] * d[b, j] * (codes . q - offset * sum q) ) - tree_j( sum_b minimum[b, j] * d sum q )
+(of a format with integer scales, d * x.d times what the integers of 32 values give together; see `formats/block.py`).
 The byte products of a group are summed exactly in integers; each lane j is then one chain of fused multiply-adds over b,
 and the lanes are added as a fixed tree. `tile` computes the very same chains, so one row gives the same bits in any batch.
 
@@ -20,8 +21,19 @@ from quarrel.cpu_backend.linear.activations import QuantRow, padded
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val, Var, vec
-from quarrel.cpu_backend.runtime.vector import F32x16, I8x64, I32x16, code_bias, dot4, dot8, fold4, sum_lanes
+from quarrel.cpu_backend.runtime.ir import F32, I16, I32, I64, Kernel, Val, Var, vec
+from quarrel.cpu_backend.runtime.vector import (
+    F32x16,
+    I8x64,
+    I32x16,
+    code_bias,
+    dot2,
+    dot4,
+    dot8,
+    fold4,
+    group_value,
+    sum_lanes,
+)
 from quarrel.cpu_backend.weights import Packed
 
 NEAR, FAR, PAGE = 1536, 8192, 16384
@@ -52,26 +64,32 @@ class Activations:
     d: Val
     sums: Val | None
     d_sum: Val | None
+    words: Val | None = None
+    """Sums of 16 values."""
 
 
 def load_activations(k: Kernel, fmt: BlockFormat, x: QuantRow, b: Val) -> Activations:
     """Superblock `b` of the row x."""
     lanes, codes = fmt.lane_groups, (x.split if fmt.groups == 8 else x.codes) + (b << 8)
     d = k.load(x.d + (b << 5), vec(F32, 8)).shuffle([j // (fmt.groups // 8) for j in lanes])
-    sums = d_sum = None
-    if fmt.groups == 8:
+    sums = d_sum = words = None
+    if fmt.product:
+        words = k.load(x.words16 + (b << 5), vec(I16, 16))
+    elif fmt.groups == 8:
         sums = k.load(x.sum32 + (b << 5), vec(I32, 8))
         d_sum = k.load(x.d_sum + (b << 5), vec(F32, 8))
     else:
         sums = k.load(x.sum16 + (b << 6), I32x16)
         d_sum = sums.to(F32) * d
-    return Activations([k.load(codes, I8x64, 64 * i) for i in range(4)], d, sums, d_sum)
+    return Activations([k.load(codes, I8x64, 64 * i) for i in range(4)], d, sums, d_sum, words)
 
 
-def _sixteen_sums(k: Kernel, level: Level, fmt: BlockFormat, codes: list[Val], x: Activations) -> Val:
-    """Sums of code * activation per group of 16."""
+def _sixteen_sums(
+    k: Kernel, level: Level, fmt: BlockFormat, codes: list[Val], x: Activations, factors: Val | None = None
+) -> Val:
+    """Sums of code * activation per group of 16, perhaps multiplied by words (see `fold4`)."""
     dots = [dot4(k, level, k.zero(I32x16), u, q, fmt.wide) for u, q in zip(codes, x.codes, strict=True)]
-    return fold4(k, level, dots, fmt.largest * 4 * 127)
+    return fold4(k, level, dots, fmt.largest * 4 * 127, factors)
 
 
 def _eight_sums(k: Kernel, level: Level, fmt: BlockFormat, blocks: list[Superblock], x: Activations) -> Val:
@@ -91,6 +109,9 @@ def superblock_dot(
     rows = len(blocks)
     if fmt.groups == 16:
         _add_sixteen(k, fmt, blocks, [_sixteen_sums(k, level, fmt, block.codes, x) for block in blocks], x, chains)
+        return
+    if fmt.product:
+        _add_integers(k, level, fmt, blocks, x, chains)
         return
     both = _eight_sums(k, level, fmt, blocks, x)
     offset = fmt.offset - code_bias(level, fmt.wide)
@@ -127,21 +148,39 @@ def _add_sixteen(
             low.v = k.fma(block.minima, x.d_sum, low.v)
 
 
+def _add_integers(
+    k: Kernel, level: Level, fmt: BlockFormat, blocks: list[Superblock], x: Activations, chains: list[Var]
+) -> None:
+    """`superblock_dot` for formats with integer scales: one chain for 32 values, minima included."""
+    rows, words = len(blocks), x.words
+    assert words is not None
+    values = []
+    for block in blocks:
+        scales, minima = block.integers
+        twice = scales.shuffle([i + part for part in (0, 1) for i in range(0, 16, 2) for _ in range(2)])
+        sums = _sixteen_sums(k, level, fmt, block.codes, x, twice)
+        total = sums.shuffle(range(8)) + sums.shuffle(range(8, 16))
+        d, minus = (k.splat(block.factors[i], 8) for i in range(2))
+        values.append(group_value(k, total, d, dot2(k, level, words, minima), minus))
+    both = values[0] if rows == 1 else values[0].concat(values[1])
+    chains[0].v = k.fma(both, _twice(x.d, rows), chains[0].v)
+
+
 def new_chains(k: Kernel, fmt: BlockFormat, rows: int) -> list[Var]:
     """Zeroed chains for one or two rows: 8 groups: all rows in one vector, or a vector per row with its minima in the
     upper half; 16 groups: a vector per row, then one per row for minima."""
-    if fmt.groups == 8 and not fmt.has_minima:
+    if fmt.groups == 8 and not fmt.minimum_chains:
         return [k.var(k.zero(vec(F32, 8 * rows)))]
-    return [k.var(k.zero(F32x16)) for _ in range(rows * (2 if fmt.groups == 16 and fmt.has_minima else 1))]
+    return [k.var(k.zero(F32x16)) for _ in range(rows * (2 if fmt.groups == 16 and fmt.minimum_chains else 1))]
 
 
 def chain_totals(fmt: BlockFormat, chains: list[Var], rows: int) -> list[Val]:
     """The rows' results."""
     if fmt.groups == 16:
         totals = [sum_lanes(v.v) for v in chains]
-        return [y - low for y, low in zip(totals[:rows], totals[rows:])] if fmt.has_minima else totals
+        return [y - low for y, low in zip(totals[:rows], totals[rows:])] if fmt.minimum_chains else totals
     lower, upper = range(8), range(8, 16)
-    if not fmt.has_minima:
+    if not fmt.minimum_chains:
         return [sum_lanes(chains[0].v.shuffle(part)) for part in (lower, upper)[:rows]]
     return [sum_lanes(v.v.shuffle(lower)) - sum_lanes(v.v.shuffle(upper)) for v in chains]
 

@@ -28,13 +28,13 @@ def by_words(level: Level, fmt: BlockFormat) -> bool:
 def group_sums(
     k: Kernel, level: Level, fmt: BlockFormat, codes: list[Val], xs: list[Val], starts: list[Val]
 ) -> list[list[Val]]:
-    """starts: <16 x i32> for each activation row."""
+    """starts: <16 x i32> for each activation row; of a format with integer scales, codes are its products with scales."""
     if level.dot == "maddubs" and (fmt.wide or fmt.groups == 8):
         parts = [[start.shuffle(range(h, h + 8)) for h in (0, 8)] for start in starts]
         add = _word_sums if fmt.wide else _byte_sums
         sums = [add(k, fmt, at, xs, parts) for at in codes]
         return [[low.concat(high) for low, high in row] for row in zip(*sums, strict=True)]
-    rows = [[ByteSum(k, level, start, fmt.largest) for _ in codes] for start in starts]
+    rows = [[ByteSum(k, level, start, fmt.product or fmt.largest) for _ in codes] for start in starts]
     for g in range(64 // fmt.groups):
         loaded = [k.load(at, I8x64, 64 * g) for at in codes]
         for x, row in zip(xs, rows, strict=True):
@@ -47,8 +47,9 @@ def group_sums(
 def _byte_sums(k: Kernel, fmt: BlockFormat, codes: Val, xs: list[Val], starts: list[list[Val]]) -> list[list[Val]]:
     """Pairs of products are added as words, those of a whole group or of a body of the loop, and then widened."""
     size = 256 // fmt.groups
-    whole = size // 2 * 127 * fmt.largest <= 32767
-    assert BODY * 2 * 127 * fmt.largest <= 32767, fmt
+    largest = fmt.product or fmt.largest
+    whole = size // 2 * 127 * largest <= 32767
+    assert BODY * 2 * 127 * largest <= 32767, fmt
     totals = [[k.var(v) for v in row] for row in starts]
     words = [[k.var(k.zero(vec(I16, 16))) for _ in row] for row in starts]
 

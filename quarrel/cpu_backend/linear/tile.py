@@ -7,6 +7,11 @@ scratch memory, one lane per weight row, four consecutive codes per 32-bit lane:
                      (where they are multiplied as words: signed, two values of every row, then the other two)
     scales[p, b]     16 x f32              minima likewise
 
+Of a format with integer scales, codes are multiplied by their scales, and instead of scales there are
+
+    minima[p, b]     16 rows x 2 words
+    factors[b]       16 x f32              d, then -dmin
+
 Then every activation row runs down its chains: the byte products of a group sum exactly in integers, one fused multiply-add
 per group adds them to the chain, and the chains are added in the tree of `matvec`. So results have the same bits as there.
 """
@@ -15,15 +20,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quarrel.cpu_backend.formats.block import BlockFormat, tail_superblock
+from quarrel.cpu_backend.formats.block import BlockFormat, Superblock, tail_superblock
 from quarrel.cpu_backend.linear.activations import QuantRow
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
 from quarrel.cpu_backend.linear.matvec import MATRIX_FIELDS, Matrix, Rows
 from quarrel.cpu_backend.linear.sums import by_words, group_sums
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import F32, I16, I32, I64, Kernel, Val, vec
-from quarrel.cpu_backend.runtime.vector import F32x16, I8x64, I32x16, code_bias, transpose16
+from quarrel.cpu_backend.runtime.ir import F32, I16, I32, I64, Kernel, Val, Var, vec
+from quarrel.cpu_backend.runtime.vector import (
+    F32x16,
+    I8x64,
+    I32x16,
+    code_bias,
+    dot2,
+    group_value,
+    transpose16,
+)
 
 LANES = 16
 T_BLOCK = 512
@@ -76,10 +89,22 @@ class Unpacked:
     def minima(self, chain: int, b: Val) -> Val:
         return self.scales(chain, b) + self.blocks * (64 * self.fmt.groups)
 
+    def factors(self, i: int, b: Val) -> Val:
+        return self.base + self.blocks * (4096 + 64 * (self.fmt.groups + i)) + (b << 6)
+
 
 def unpacked_bytes(fmt: BlockFormat, blocks: int) -> int:
     """Scratch bytes of one vector of weight rows."""
-    return blocks * (4096 + 64 * fmt.groups * (2 if fmt.has_minima else 1))
+    return blocks * (4096 + 64 * (fmt.groups + 2 if fmt.product else fmt.groups * (2 if fmt.has_minima else 1)))
+
+
+def _products(k: Kernel, fmt: BlockFormat, block: Superblock) -> list[Val]:
+    """Codes multiplied by integer scales: as words, whose two bytes do not meet."""
+    out = []
+    for codes, runs in zip(block.codes, fmt.runs, strict=True):
+        scales = block.integers[0].shuffle([run for run in runs for _ in range(8)])
+        out.append((codes.bitcast(scales.type) * scales >> 2 & 0x3F3F).bitcast(I8x64))
+    return out
 
 
 def _transpose_superblock(k: Kernel, level: Level, fmt: BlockFormat, buffer: Val, to: Unpacked, b: Val) -> None:
@@ -94,7 +119,7 @@ def _transpose_superblock(k: Kernel, level: Level, fmt: BlockFormat, buffer: Val
                 twos = (column.bitcast(I8x64) ^ 0x80).bitcast(vec(I16, 32))
                 column = twos.shuffle([*range(0, 32, 2), *range(1, 32, 2)])
             k.store(column, to.codes(chain_of[value // size], b), 64 * (value % size // 4))
-    for which, place in enumerate((to.scales, to.minima)[: 2 if fmt.has_minima else 1]):
+    for which, place in enumerate((to.scales, to.minima)[: 2 if fmt.minimum_chains else 1]):
         start = LANES * 256 + which * LANES * 4 * fmt.groups
         if fmt.groups == 16:
             columns = transpose16([k.load(buffer, F32x16, start + row * 64) for row in range(LANES)])
@@ -118,9 +143,14 @@ def _unpack_superblock(
     with k.range(0, LANES) as row:
         at = m.w + k.minimum(first + row, m.n - 1) * m.row_bytes + b * fmt.superblock_bytes
         block = tail_superblock(k, level, fmt, at, m.tail, end) if tail else fmt.decode(k, level, at)
-        for i, codes in enumerate(block.codes):
+        for i, codes in enumerate(_products(k, fmt, block) if fmt.product else block.codes):
             k.store(codes, buffer + (row << 8), 64 * i)
-        k.store(block.scales, buffer + row * each, LANES * 256)
+        if fmt.product:
+            k.store(block.integers[1], buffer + row * each, LANES * 256)
+            for i, factor in enumerate((4.0, 1.0)):
+                k.store(block.factors[i] * factor, to.factors(i, b) + (row << 2))
+        else:
+            k.store(block.scales, buffer + row * each, LANES * 256)
         if block.minima is not None:
             k.store(block.minima, buffer + row * each, LANES * (256 + each))
     _transpose_superblock(k, level, fmt, buffer, to, b)
@@ -153,32 +183,74 @@ def _chain(
     last: groups of the last superblock that hold anything. The others would add zeros, and are left out: of rows of 384,
     a quarter of the work.
     """
+    acc = [[k.var(k.zero(F32x16)) for _ in weights] for _ in xs]
+    low = [[k.var(k.zero(F32x16)) for _ in weights] for _ in xs] if fmt.minimum_chains else []
+    with k.range(0, weights[0].blocks - k.select(group < last, k.i64(0), 1)) as b:
+        if fmt.product:
+            _add_integers(k, level, fmt, weights, xs, chain, b, acc)
+        else:
+            _add_group(k, level, fmt, weights, xs, chain, group, b, acc, low)
+    for i, var in enumerate(v for rows in (acc, low) for row in rows for v in row):
+        k.store(var.v, out, 64 * i)
+
+
+def _add_group(
+    k: Kernel,
+    level: Level,
+    fmt: BlockFormat,
+    weights: list[Unpacked],
+    xs: list[QuantRow],
+    chain: Val,
+    group: Val,
+    b: Val,
+    acc: list[list[Var]],
+    low: list[list[Var]],
+) -> None:
+    """A group of superblock `b` to its chain, and its minimum to another."""
     size = 256 // fmt.groups
     group_at, group_words = group * size, chain << 2
     d_words = (group << 2) if fmt.groups == 8 else (group >> 1 << 2)
-    acc = [[k.var(k.zero(F32x16)) for _ in weights] for _ in xs]
-    low = [[k.var(k.zero(F32x16)) for _ in weights] for _ in xs] if fmt.has_minima else []
-    with k.range(0, weights[0].blocks - k.select(group < last, k.i64(0), 1)) as b:
-        by32, by16 = (b << 5) + d_words, (b << 6) + group_words
-        by_group = (b << 5) + group_words if fmt.groups == 8 else by16
-        starts = [k.zero(I32x16) for _ in xs]
-        if offset := fmt.offset - code_bias(level, fmt.wide):
-            sums_at = [(x.sum32 if fmt.groups == 8 else x.sum16) + by_group for x in xs]
-            starts = [k.splat(k.load(at, I32) * -offset, LANES) for at in sums_at]
-        q_at = (b << 8) + group_at
-        sums = group_sums(k, level, fmt, [w.codes(chain, b) for w in weights], [x.codes + q_at for x in xs], starts)
-        scales = [k.load(w.scales(chain, b), F32x16) for w in weights]
-        minima = [k.load(w.minima(chain, b), F32x16) for w in weights] if fmt.has_minima else []
+    by32, by16 = (b << 5) + d_words, (b << 6) + group_words
+    by_group = (b << 5) + group_words if fmt.groups == 8 else by16
+    starts = [k.zero(I32x16) for _ in xs]
+    if offset := fmt.offset - code_bias(level, fmt.wide):
+        sums_at = [(x.sum32 if fmt.groups == 8 else x.sum16) + by_group for x in xs]
+        starts = [k.splat(k.load(at, I32) * -offset, LANES) for at in sums_at]
+    q_at = (b << 8) + group_at
+    sums = group_sums(k, level, fmt, [w.codes(chain, b) for w in weights], [x.codes + q_at for x in xs], starts)
+    scales = [k.load(w.scales(chain, b), F32x16) for w in weights]
+    minima = [k.load(w.minima(chain, b), F32x16) for w in weights] if fmt.has_minima else []
+    for t, x in enumerate(xs):
+        d = k.load(x.d + by32, F32)
+        for v, scale in enumerate(scales):
+            acc[t][v].v = k.fma(sums[t][v].to(F32), scale * k.splat(d, LANES), acc[t][v].v)
+        if fmt.has_minima:
+            d_sum = k.load(x.d_sum + by32, F32) if fmt.groups == 8 else k.load(x.sum16 + by16, I32).to(F32) * d
+            for v, minimum in enumerate(minima):
+                low[t][v].v = k.fma(minimum, k.splat(d_sum, LANES), low[t][v].v)
+
+
+def _add_integers(
+    k: Kernel,
+    level: Level,
+    fmt: BlockFormat,
+    weights: list[Unpacked],
+    xs: list[QuantRow],
+    chain: Val,
+    b: Val,
+    acc: list[list[Var]],
+) -> None:
+    """32 values of superblock `b` to their chain, for a format with integer scales; groups lie in the order of values."""
+    group_at, words_at = chain << 5, (b << 5) + (chain << 2)
+    codes = [w.codes(chain, b) for w in weights]
+    sums = group_sums(k, level, fmt, codes, [x.codes + (b << 8) + group_at for x in xs], [k.zero(I32x16) for _ in xs])
+    for v, w in enumerate(weights):
+        minima = k.load(w.scales(chain, b), vec(I16, 2 * LANES))
+        d, minus = (k.load(w.factors(i, b), F32x16) for i in range(2))
         for t, x in enumerate(xs):
-            d = k.load(x.d + by32, F32)
-            for v, scale in enumerate(scales):
-                acc[t][v].v = k.fma(sums[t][v].to(F32), scale * k.splat(d, LANES), acc[t][v].v)
-            if fmt.has_minima:
-                d_sum = k.load(x.d_sum + by32, F32) if fmt.groups == 8 else k.load(x.sum16 + by16, I32).to(F32) * d
-                for v, minimum in enumerate(minima):
-                    low[t][v].v = k.fma(minimum, k.splat(d_sum, LANES), low[t][v].v)
-    for i, var in enumerate(v for rows in (acc, low) for row in rows for v in row):
-        k.store(var.v, out, 64 * i)
+            words = k.splat(k.load(x.words16 + words_at, I32), LANES).bitcast(vec(I16, 2 * LANES))
+            value = group_value(k, sums[t][v], d, dot2(k, level, words, minima), minus)
+            acc[t][v].v = k.fma(value, k.splat(k.load(x.d + words_at, F32), LANES), acc[t][v].v)
 
 
 def _tree(k: Kernel, at: Val, chains: int, stride: int) -> Val:
@@ -207,7 +279,7 @@ def _tile(
     ts = [k.minimum(t + i, rows.stop - 1) for i in range(shape.rows)]
     xs = [QuantRow(rows.source(row), m.p) for row in ts]
     count = shape.rows * shape.vectors
-    stride = 64 * count * (2 if fmt.has_minima else 1)
+    stride = 64 * count * (2 if fmt.minimum_chains else 1)
     buffer = k.stack(stride * fmt.groups)
     groups = k.table(fmt.lane_groups)
     last = m.tail * (fmt.elements * fmt.groups // 256) if tail else k.i64(fmt.groups)
@@ -218,7 +290,7 @@ def _tile(
         for v in range(shape.vectors):
             at = 64 * (i * shape.vectors + v)
             y = _tree(k, buffer + at, fmt.groups, stride)
-            if fmt.has_minima:
+            if fmt.minimum_chains:
                 y = y - _tree(k, buffer + at + 64 * count, fmt.groups, stride)
             with k.when(first + LANES * v < m.n):
                 out.sixteen(k, y, first + LANES * v, rows.target(row))

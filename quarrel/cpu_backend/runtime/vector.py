@@ -141,6 +141,24 @@ def widened(k: Kernel, words: Val) -> Val:
     return product_pairs(k, words, k.lane_constants(I16, [1] * 16))
 
 
+def dot2(k: Kernel, level: Level, pairs: Val, factors: Val) -> Val:
+    """<n x i32>: of each pair of words, the sum of the products with a pair of factors."""
+    n = pairs.lanes // 2
+    if level.dot == "vnni512" and n == 16:
+        return k.call("llvm.x86.avx512.pmaddw.d.512", vec(I32, n), pairs, factors)
+    if level.dot in ("vnni512", "vnni256", "maddubs"):
+        spans = [range(h, h + 16) for h in range(0, 2 * n, 16)]
+        parts = [product_pairs(k, pairs.shuffle(span), factors.shuffle(span)) for span in spans]
+        return parts[0] if len(parts) == 1 else parts[0].concat(parts[1])
+    products = [v.shuffle(range(part, 2 * n, 2)).to(I32) for v in (pairs, factors) for part in (0, 1)]
+    return products[0] * products[2] + products[1] * products[3]
+
+
+def group_value(k: Kernel, total: Val, d: Val, low: Val, minus: Val) -> Val:
+    """What the sums of 32 values are worth before x's own factor: total * d + low * minus."""
+    return k.fma(low.to(F32), minus, total.to(F32) * d)
+
+
 def _plain_dot(w: Val, x: Val) -> Val:
     """Products in 16 bits, sums in 32; LLVM finds the multiply-add of pairs where there is one."""
     u, s = w.to(I16, unsigned=True), x.to(I16)
@@ -177,14 +195,17 @@ def _unpack(a: Val, b: Val, width: int, high: bool) -> Val:
     return a.shuffle(picks, b)
 
 
-def fold4(k: Kernel, level: Level, vectors: Sequence[Val], largest: int) -> Val:
-    """Four vectors to one: of each 128 bits, lane i is the sum of vector i. Integers of at most `largest` in magnitude."""
+def fold4(k: Kernel, level: Level, vectors: Sequence[Val], largest: int, factors: Val | None = None) -> Val:
+    """Four vectors to one: of each 128 bits, lane i is the sum of vector i. Integers of at most `largest` in magnitude.
+
+    factors: words, each twice, that the results are multiplied by; sums of two lanes fit words.
+    """
     a, b, c, d = vectors
     pairs = [_add_neighbours(k, level, *pair, largest) for pair in ((a, b), (c, d))]
-    return _add_neighbours(k, level, *pairs, 2 * largest)
+    return _add_neighbours(k, level, *pairs, 2 * largest, factors)
 
 
-def _add_neighbours(k: Kernel, level: Level, a: Val, b: Val, largest: int) -> Val:
+def _add_neighbours(k: Kernel, level: Level, a: Val, b: Val, largest: int, factors: Val | None = None) -> Val:
     """Sums of neighbouring lanes; within every 128 bits those of a come before those of b.
 
     Where lanes fit words, packing two vectors and multiplying by ones takes two instructions instead of three.
@@ -194,7 +215,8 @@ def _add_neighbours(k: Kernel, level: Level, a: Val, b: Val, largest: int) -> Va
         even, odd = (
             [base + of + i for base in range(0, lanes, 4) for of in (0, lanes) for i in (p, p + 2)] for p in (0, 1)
         )
-        return a.shuffle(even, b) + a.shuffle(odd, b)
+        total = a.shuffle(even, b) + a.shuffle(odd, b)
+        return total if factors is None else total * factors.shuffle(range(0, 2 * lanes, 2)).to(I32)
     whole = lanes == 16 and level.dot == "vnni512"
     pack, multiply = (
         ("llvm.x86.avx512.packssdw.512", "llvm.x86.avx512.pmaddw.d.512")
@@ -206,7 +228,9 @@ def _add_neighbours(k: Kernel, level: Level, a: Val, b: Val, largest: int) -> Va
     for start in range(0, lanes, size):
         span = range(start, start + size)
         words = k.call(pack, vec(I16, 2 * size), a.shuffle(span), b.shuffle(span))
-        out.append(k.call(multiply, vec(I32, size), words, k.lane_constants(I16, [1] * (2 * size))))
+        ones = k.lane_constants(I16, [1] * (2 * size))
+        by = ones if factors is None else factors.shuffle(range(2 * start, 2 * (start + size)))
+        out.append(k.call(multiply, vec(I32, size), words, by))
     return out[0] if len(out) == 1 else out[0].concat(out[1])
 
 
