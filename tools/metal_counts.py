@@ -1,17 +1,26 @@
-"""Counts what loops of decoding take: a product for a weight, attention for a key and head; ours, and MLX's of its headers.
+"""Counts what loops of decoding take: a product for a weight, attention for a key and head; ours, and those of others.
 
-    python -m tools.metal_counts [FILE.metal:ENTRY:WEIGHTS ...]
+    python -m tools.metal_counts [--llama DIR]
 
-Each text is compiled to PTX by the emulator's clang, and the loop that has the most instructions is counted. A line gives
-the instructions for each weight that a lane's pass handles, and the cycles that they take on an Apple GPU: a shift or a
-conversion between whole numbers and floats 4, anything else 1; moves, and half operands of float sums, none. Attention's
-are those of all lanes that share a key; a loop within the loop counts once, which favours MLX's sum over lanes.
+MLX's are cut out of the headers of its wheel, llama.cpp's out of DIR, a checkout's folder with `ggml-metal` and
+`ggml-common.h`. Each text is compiled to PTX by the emulator's clang, and the loop that has the most instructions is
+counted. A line gives the instructions for each weight that a lane's pass handles, and the cycles that they take on an Apple
+GPU (github.com/philipturner/metal-benchmarks): 4 for a shift, an integer product, and a conversion between whole numbers
+and floats, 8 for a shift to the right by a number not known before, 1 for anything else. Of what PTX has and Apple's GPUs
+do not: a sum of two halves is two; half operands and half results of float sums are none, nor are moves; loads of
+neighbours in a row are one for up to four, as a load's components need no more than their own alignment. Sums of addresses
+count one each, whatever their width, though a load may have one for nothing, and a sum of 64 bits takes four.
+
+Attention's are those of all lanes that share a key; a loop within the loop counts once, which favours MLX's sum over lanes.
+Loops over a lane's values are unrolled. MLX's have scales and rows in float16; those of most folders are bfloat16, which M1
+and M2 lack.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
-import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -32,22 +41,37 @@ from tools.metal_emulator.session import Launch
 from tools.metal_emulator.settings import Settings
 from tools.metal_emulator.toolchain import find_toolchain
 
-SLOW = re.compile(r"(shl|shr|shf|bfe|bfi|prmt|cvt\.(rn|rz|rni|rzi)?\.?(f\d+\.[us]\d+|[us]\d+\.f\d+))")
-FREE = ("cvt.f32.f16", "cvt.f32.bf16")
+SLOW = re.compile(r"(shl|shr|shf|bfe|bfi|prmt|mul\.lo|mad\.|cvt\.(rn|rz|rni|rzi)?\.?(f\d+\.[us]\d+|[us]\d+\.f\d+))")
+FREE = ("cvt.f32.f16", "cvt.f32.bf16", "cvt.rn.f16.f32")
+_LOAD = re.compile(r"ld\.(?:\w+\.)*(?:v(?P<count>\d)\.)?\w(?P<bits>\d+)\s.*\[(?P<base>[%\w]+)(?:\+(?P<offset>-?\d+))?\];")
 KERNELS = Path(mx.__file__).parent / "include"
-_OF_MLX = """
+_START = "#include <metal_stdlib>\nusing namespace metal;\n#define METAL_FUNC inline __attribute__((always_inline))\n"
+_AFFINE = """
 [[kernel]] void counted(device const uint* w [[buffer(0)]], device const half* scales [[buffer(1)]],
     device const half* biases [[buffer(2)]], device const half* x [[buffer(3)]], device half* y [[buffer(4)]],
     constant int& k [[buffer(5)]], constant int& n [[buffer(6)]], uint3 tid [[threadgroup_position_in_grid]],
     uint group [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
-  qmv_fast_impl<half, 64, 4>(w, scales, biases, x, y, k, n, tid, group, lane);
+  qmv_fast_impl<half, 64, @BITS>(w, scales, biases, x, y, k, n, tid, group, lane);
+}
+"""
+_FOURS = """
+[[kernel]] void counted(device const uint* w [[buffer(0)]], device const uint8_t* scales [[buffer(1)]],
+    device const half* x [[buffer(3)]], device half* y [[buffer(4)]],
+    constant int& k [[buffer(5)]], constant int& n [[buffer(6)]], uint3 tid [[threadgroup_position_in_grid]],
+    uint group [[simdgroup_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]]) {
+  fp_qmv_fast_impl<half, @GROUP, 4>(w, scales, nullptr, x, y, k, n, tid, group, lane);
 }
 """
 _ATTENTION_OF_MLX = """
 template [[host_name("counted")]] [[kernel]] decltype(sdpa_vector<half, 128, 128>) sdpa_vector<half, 128, 128>;
 """
 _HEADS = AttentionSpec(8, 2, 128, 0.088)
-FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4", "IQ4_NL", "Q2_K", "Q3_K", "F16")
+FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "NVFP4", "IQ4_NL", "IQ4_XS", "Q2_K", "Q3_K", "F16")
+OF_LLAMA = {
+    "q8_0": 16, "q4_0": 64, "q4_1": 64, "q5_0": 64, "q5_1": 64, "q4_K": 64, "q5_K": 32, "q6_K": 32, "mxfp4": 32,
+    "iq4_nl": 32, "iq4_xs": 32, "q2_K": 128, "q3_K": 64,
+}  # fmt: skip
+"""Weights of a lane's pass."""
 
 
 def longest_loop(ptx: str) -> list[str]:
@@ -65,20 +89,72 @@ def longest_loop(ptx: str) -> list[str]:
 
 def counted(ptx: str, weights: int) -> tuple[float, float]:
     """Instructions and cycles a weight."""
-    names = [re.sub(r"^@!?%\w+\s+", "", line).split()[0] for line in longest_loop(ptx)]
-    taken = [name for name in names if name not in FREE]
-    return len(taken) / weights, sum(4 if SLOW.match(name) else 1 for name in taken) / weights
+    instructions = cycles = 0
+    loads: Counter[tuple[str, str, int]] = Counter()
+    for line in longest_loop(ptx):
+        line = re.sub(r"^@!?%\w+\s+", "", line)
+        name = line.split()[0]
+        load = _LOAD.match(line)
+        if load:
+            # Four neighbours lie within a run of four at least: what is counted is the runs.
+            first, size = int(load["offset"] or 0), int(load["bits"]) // 8
+            for i in range(int(load["count"] or 1)):
+                loads[load["base"], load["bits"], (first // size + i) // 4] += 1
+        elif name not in FREE:
+            each = 2 if name.endswith("x2") else 1
+            far = re.match(r"shr\S*\s+%\w+, %\w+, %", line)
+            instructions += each
+            cycles += each * (8 if far else 4 if SLOW.match(name) else 1)
+    return (instructions + len(loads)) / weights, (cycles + len(loads)) / weights
 
 
-def of_mlx() -> str:
-    """MLX's product of a row with weights of 4 bits in groups of 64, cut out of its header."""
+def _cut(header: str, begin: str, end: str) -> str:
+    """A template, from the line before its name to the template that `end` names."""
+    at = header.rindex("template <", 0, header.index(begin))
+    return header[at : header.index(end, at)].rpartition("template <")[0]
+
+
+def _unrolled(text: str) -> str:
+    """Loops over what a lane holds, as Apple's compiler makes of them."""
+    text = text.replace("#pragma unroll", "")
+    return re.sub(r"\bfor (\((?:short|int) (?:i|l|row) =)", r'_Pragma("clang loop unroll(full)") for \1', text)
+
+
+def of_mlx(bits: int) -> str:
+    """MLX's product of a row with weights in groups of 64, cut out of its header."""
     header = (KERNELS / "mlx/backend/metal/kernels/quantized.h").read_text("utf-8")
     first = header[header.index("#define MLX_MTL_CONST") : header.index("inline U qdot_safe(")].rpartition("template <")[0]
-    begin = header.index("METAL_FUNC void qmv_fast_impl(")
-    begin = header.rindex("template <", 0, begin)
-    kernel = header[begin : header.index("METAL_FUNC void qmv_impl(")].rpartition("template <")[0]
-    start = "#include <metal_stdlib>\nusing namespace metal;\n#define METAL_FUNC inline __attribute__((always_inline))\n"
-    return start + first + kernel + _OF_MLX
+    cut = _cut(header, "void qmv_fast_impl(", "void qmv_impl(") + _AFFINE.replace("@BITS", str(bits))
+    return _START + _unrolled(first + cut)
+
+
+def fours_of_mlx(group: int) -> str:
+    """The same of its weights of 4 bits in E2M1."""
+    folder = KERNELS / "mlx/backend/metal/kernels"
+    texts = [(folder / name).read_text("utf-8").replace("#pragma once", "") for name in ("fp4.h", "fp8.h")]
+    header = (folder / "fp_quantized.h").read_text("utf-8")
+    first = header[header.index("#define MLX_MTL_CONST") : header.index("inline U\nqdot_safe(")].rpartition("template <")[0]
+    cut = _cut(header, "void fp_qmv_fast_impl(", "void fp_qmv_impl(") + _FOURS.replace("@GROUP", str(group))
+    return _START + "".join(texts) + _unrolled(first + cut)
+
+
+def of_llama(folder: Path, name: str) -> str:
+    """llama.cpp's product for a format, its inner loops unrolled."""
+    text = (folder / "ggml-metal/ggml-metal.metal").read_text("utf-8")
+    included = [(folder / path).read_text("utf-8") for path in ("ggml-common.h", "ggml-metal/ggml-metal-impl.h")]
+
+    def function(begin: str) -> str:
+        return text[text.index(begin) :].partition("\n}\n")[0] + "\n}\n"
+
+    head = text[: text.index("static inline int best_index_int8")]
+    head = re.sub(r"#if defined\(GGML_METAL_EMBED_LIBRARY\).*?impl.h\"\n", lambda _: "\n".join(included), head, flags=re.S)
+    dots = text[text.index("// Q1_0 dot product") : text.index("// mat-vec kernel processing in chunks of float4")]
+    parts = [re.sub(r"(\[\[host_name[^\n]*\n)?kernel void .*?\n}\n", "", dots, flags=re.S)]
+    impl = f"void kernel_mul_mv_{name}_f32_impl("
+    if impl not in dots and impl in text:
+        parts.append(function(text[text.rindex("template<", 0, text.index(impl)) : text.index(impl)] + impl))
+    parts.append(function(f"kernel void kernel_mul_mv_{name}_f32("))
+    return head + function("static inline float e8m0_to_fp32(") + _unrolled("".join(parts).replace("FOR_UNROLL", "for"))
 
 
 def attention_of_mlx() -> str:
@@ -105,24 +181,33 @@ def ours(trial: Trial) -> Iterator[tuple[str, str]]:
     yield from made
 
 
+def compiled(text: str, entry: str, mlx_names: bool = False) -> str:
+    constants = tuple((n, 2) for n in re.findall(r"(\w+)\s*\[\[function_constant", text))
+    return compile_ptx(MetalSource(entry, text, entry, mlx_names, constants), "sm_90", find_toolchain())
+
+
 def main() -> None:
-    rows: list[tuple[str, str, int]] = []
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--llama", type=Path, metavar="DIR", help="llama.cpp's folder ggml/src")
+    llama = parser.parse_args().llama
+
+    def say(name: str, ptx: str, weights: int) -> None:
+        print(f"{name}: {' '.join(f'{number:.2f}' for number in counted(ptx, weights))}", flush=True)
+
     for name in FORMATS:
         # 4 rows of W and 16 columns a lane and pass.
-        rows += [(kernel, ptx, 64) for kernel, ptx in ours(linear(LINEAR, [GGMLType[name]], 1024))]
-    given = [("MLX's qmv_fast, 4 bits in groups of 64", of_mlx(), "counted", 64)]
-    for argument in sys.argv[1:]:
-        path, entry, weights = argument.rsplit(":", 2)
-        given.append((entry, Path(path).read_text("utf-8"), entry, int(weights)))
-    for name, text, entry, each in given:
-        constants = tuple((n, 0) for n in re.findall(r"(\w+)\s*\[\[function_constant", text))
-        rows.append((name, compile_ptx(MetalSource(name, text, entry, False, constants), "sm_90", find_toolchain()), each))
-    for name, ptx, each in rows:
-        print(f"{name}: {' '.join(f'{number:.2f}' for number in counted(ptx, each))}", flush=True)
+        for kernel, ptx in ours(linear(LINEAR, [GGMLType[name]], 1024)):
+            say(kernel, ptx, 64)
+    for bits, each in ((4, 64), (8, 32), (5, 64), (6, 32), (3, 64), (2, 64)):
+        say(f"MLX's qmv_fast, {bits} bits in groups of 64", compiled(of_mlx(bits), "counted"), each)
+    for group in (32, 16):
+        say(f"MLX's fp_qmv_fast, groups of {group}", compiled(fours_of_mlx(group), "counted", True), 64)
+    for name, each in OF_LLAMA.items() if llama else ():
+        entry = f"kernel_mul_mv_{name}_f32"
+        say(entry, compiled(of_llama(llama, name), entry, True), each)
     lanes, heads = lanes_of(_HEADS.head_dim)[0], heads_together(_HEADS.n_heads // _HEADS.n_kv, _HEADS.head_dim)
     walks = [(name, ptx, lanes / heads) for name, ptx in ours(attention(_HEADS, [(1, 200)], "float16")) if "single" in name]
-    source = MetalSource("sdpa_vector", attention_of_mlx(), "counted", True)
-    walks.append(("MLX's sdpa_vector", compile_ptx(source, "sm_90", find_toolchain()), 32.0))
+    walks.append(("MLX's sdpa_vector", compiled(attention_of_mlx(), "counted", True), 32.0))
     for name, ptx, lanes_a_head in walks:
         instructions, cycles = counted(ptx, 1)
         print(

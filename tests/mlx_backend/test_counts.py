@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from tools.metal_counts import attention_of_mlx, counted, longest_loop
-from tools.metal_emulator.build import MetalSource
-from tools.metal_emulator.ptx import compile_ptx
-from tools.metal_emulator.toolchain import find_toolchain
+from tools.metal_counts import attention_of_mlx, compiled, counted, fours_of_mlx, longest_loop, of_mlx
 
 PTX = """
 $L__BB0_1:
@@ -29,6 +26,21 @@ def test_the_longest_loop_is_counted() -> None:
     assert longest_loop("	ret;") == []
 
 
-def test_attention_of_mlx_is_cut_out_of_its_header() -> None:
-    source = MetalSource("sdpa_vector", attention_of_mlx(), "counted", True)
-    assert 60 < counted(compile_ptx(source, "sm_90", find_toolchain()), 1)[0] < 90
+def test_what_apples_gpus_do_otherwise_is_counted_as_they_do() -> None:
+    def cycles(*lines: str) -> float:
+        return counted("\n".join(["$L__BB0_1:", *lines, "bra $L__BB0_1;"]), 1)[1] - 1
+
+    assert cycles("add.rn.f16x2 %r1, %r2, %r3;") == 2
+    assert cycles("fma.rn.f32 %f1, %f2, %f3, %f4;", "cvt.rn.f16.f32 %h1, %f1;") == 1
+    assert cycles("mul.lo.s32 %r1, %r2, %r3;") == cycles("shr.u32 %r1, %r2, 4;") == 4
+    assert cycles("@%p1 shr.u32 %r1, %r2, %r3;") == 8
+    # Four neighbours are one load, whoever wrote it; the fifth is another, as is a load by another pointer.
+    four = [f"ld.b16 %h{i}, [%rd1+{2 * i}];" for i in range(4)]
+    assert cycles(*four) == cycles("ld.v4.b16 {%h1, %h2, %h3, %h4}, [%rd1];") == 1
+    assert cycles(*four, "ld.b16 %h4, [%rd1+8];") == cycles(*four, "ld.b16 %h4, [%rd2+2];") == 2
+
+
+def test_kernels_of_mlx_are_cut_out_of_its_headers() -> None:
+    assert 60 < counted(compiled(attention_of_mlx(), "counted", True), 1)[0] < 90
+    assert 4 < counted(compiled(of_mlx(4), "counted"), 64)[0] < 5
+    assert 8 < counted(compiled(fours_of_mlx(32), "counted", True), 64)[0] < 9
