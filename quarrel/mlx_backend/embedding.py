@@ -29,7 +29,7 @@ _SOURCE = """
   const float4 by = w.scales(row, block) * scale[0];
   UNROLL for (int i = 0; i < 16; i++) {
     const int column = block * 32 + h * 8 + (i & 7) + (i & 8) * 2;
-    if (column < K) y[ulong(t) * K + column] = (i < 8 ? by.x : by.y) * float(q[i]) - (i < 8 ? by.z : by.w);
+    if (column < K) y[ulong(t) * K + column] = fma(i < 8 ? by.x : by.y, float(q[i]), i < 8 ? -by.z : -by.w);
   }
 """
 
@@ -45,8 +45,8 @@ _MEAN = """
 
 def _kernel(weight: Packed) -> Kernel:
     inputs = ("ids", *weight.inputs(), "scale")
-    name = f"quarrel_embedding_{weight.type.name.lower()}"
-    return Kernel(name, inputs, ("y",), weight.bind("K") + _SOURCE, header(weight.type))
+    name = f"quarrel_embedding_{weight.format.name.lower()}"
+    return Kernel(name, inputs, ("y",), weight.bind("K") + _SOURCE, header(weight.format))
 
 
 def build_embedding(site: Site, node: Node) -> Launch:

@@ -11,6 +11,7 @@ import pytest
 
 from quarrel.gguf import FORMATS, GGMLType
 from quarrel.mlx_backend.backend import MlxBackend
+from quarrel.mlx_backend.formats.layout import pack
 from quarrel.mlx_backend.formats.table import NATIVE, packed_bytes
 from quarrel.mlx_backend.registry import REGISTRY
 from quarrel.mlx_backend.run_op import run_op
@@ -162,6 +163,38 @@ def test_planes_take_at_most_three_percent_more_than_the_file() -> None:
         rows, k = 64, 1024
         most = 1.23 if type == GGMLType.TQ1_0 else 1.03
         assert packed_bytes(type, rows, k) <= most * (rows * k // block.elements * block.nbytes)
+
+
+def test_scales_that_neighbouring_blocks_share_are_kept_once(backend: MlxBackend) -> None:
+    """As MLX's groups of 64 and 128 have them: 4.5 and 4.25 bits a weight for 5. One other scale, and all are kept."""
+    rows, k = 9, 512
+    spec = NormGateUpSpec(NormSpec("rms", k, 1e-5), *[LinearSpec(GGMLType.Q4_1, rows, k)] * 2, "silu")
+    x, gain, gate, up = made(NORM_GATE_UP, Case(spec, {"T": 3}))
+    for blocks, name in ((4, "Q4_1_128"), (2, "Q4_1_64")):
+        packed = {}
+        for way in ("shared", "but for one"):
+            raw = _as_raw(gate).raw.reshape(rows, -1, blocks, 20).copy()
+            raw[:, :, 1:, :4] = raw[:, :, :1, :4]
+            if way != "shared":
+                raw[-1, -1, -1, 2] ^= 1
+            weight = RawWeight(GGMLType.Q4_1, raw.reshape(rows, -1), k)
+            packed[way] = pack(NATIVE[GGMLType.Q4_1], rows, k, lambda start, stop, w=weight: w.raw[start:stop])
+            if way == "shared":
+                # Gate has groups here, and up has none.
+                want = reference.run_op(NORM_GATE_UP, spec, (x, gain, weight, up))
+                for single in (True, False) if blocks == 2 else (True,):
+                    with running(FAST):
+                        got = run(NORM_GATE_UP, spec, (x, gain, weight, up), "float32", single)
+                    assert max(errors(NORM_GATE_UP, spec, got, want).values()) <= NORM_GATE_UP.tolerance["float32"]
+        assert packed["shared"].format.name == name
+        assert packed["shared"].nbytes == rows * k // 2 + max(rows * k // (32 * blocks), 4) * 4
+        assert packed["but for one"].format.name in ("Q4_1", "Q4_1_64")
+        assert packed["but for one"].nbytes > packed["shared"].nbytes
+
+
+def _as_raw(given: Concrete) -> RawWeight:
+    assert isinstance(given, RawWeight)
+    return given
 
 
 def test_planes_hold_the_exact_values_of_every_format(backend: MlxBackend) -> None:

@@ -156,8 +156,8 @@ _TILES = """
 @UNPACK
     threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (int i = 0; i < 8; i++) {
-      w_tile[w_row * STRIDE + h * 8 + i] = M(by.x * float(q[i]) - by.z);
-      w_tile[w_row * STRIDE + h * 8 + 16 + i] = M(by.y * float(q[8 + i]) - by.w);
+      w_tile[w_row * STRIDE + h * 8 + i] = M(fma(by.x, float(q[i]), -by.z));
+      w_tile[w_row * STRIDE + h * 8 + 16 + i] = M(fma(by.y, float(q[8 + i]), -by.w));
       const int column = block * 32 + x_column + i;
       x_tile[x_row * STRIDE + x_column + i] = x_row < count && column < K ? M(x[x_at + column]) : M(0.0f);
     }
@@ -233,16 +233,16 @@ class Experts:
         multiply = "".join(
             f"    multiply<R, 1>(w{i}, base + row, base + N - 1, unit, columns, sums + {i} * R);\n" for i in range(count)
         )
-        types = list(dict.fromkeys(s.type for s in stacks))
+        formats = list(dict.fromkeys(s.format for s in stacks))
         offset = " || ".join(f"bool(decltype(w{i})::OFFSET)" for i in range(count))
         # Files made with a type for each tensor may have two formats here, whose codes are of different types.
-        value, part = ("typename decltype(w0)::Q", _PART) if len(types) == 1 else ("float", _PART_AS_FLOATS)
+        value, part = ("typename decltype(w0)::Q", _PART) if len(formats) == 1 else ("float", _PART_AS_FLOATS)
         unpack = part.replace("@W", "w0")
         if count == 2:
             unpack = f"    if (w_row / 8 % 2 == 0) {{\n{unpack}    }} else {{\n{part.replace('@W', 'w1')}    }}\n"
-        text = header(*types) + MATVEC + _ACTIVATE
+        text = header(*formats) + MATVEC + _ACTIVATE
         inputs = (*names, "bias0", "bias1")
-        name = "_".join(t.name.lower() for t in types)
+        name = "_".join(f.name.lower() for f in formats)
 
         def kernel(what: str, operands: tuple[str, ...], source: str) -> Kernel:
             source = source.replace("@BIND", binds).replace("@MULTIPLY", multiply).replace("@OFFSET", offset)

@@ -1,9 +1,11 @@
-"""Metal functions that turn the codes of a lane's 16 columns into numbers; formats share them.
+"""Metal functions that turn the codes of a lane's 16 columns into halves; formats share them.
 
-Codes become half precision without a conversion, which takes Apple's GPUs four cycles, as a shift does, where an AND, an
-OR, a sum or a product takes one: 16-bit fields are put into the mantissa of 1024, and 1024 (plus the format's zero point)
-is subtracted, with a factor where a field stands higher. Float32 sums take half operands at no cost. docs/metal.md counts
-the cycles. `fields.py` puts the fields where these functions look for them.
+A code of up to 10 bits is a half as it stands: a subnormal number, 2^-24 of its worth, and more where it stands higher.
+So an AND is all that it takes, and no conversion, which takes Apple's GPUs four cycles, as a shift does, where an AND, a
+sum or a product takes one. Scales make up for the 2^24 (`ONE`), and for 16 more where a field stands at bit 4. Apple's
+GPUs flush subnormal floats, but neither subnormal halves nor those among a float sum's operands, which cost nothing
+(github.com/dougallj/applegpu; MLX's own fp4 and fp8 count on it). docs/metal.md counts the cycles. `fields.py` puts the
+fields where these functions look for them.
 """
 
 from __future__ import annotations
@@ -15,13 +17,8 @@ struct alignas(sizeof(T) > 2 ? 16 : sizeof(T) * 8) Eight {
   T v[8];
 };
 
-// Two fields below 1024, minus ZERO; and two fields that hold sixteen times that.
-template <int ZERO>
-inline half2 whole(uint v) { return as_type<half2>(v | 0x64006400u) - half2(half(1024 + ZERO)); }
-template <int ZERO>
-inline half2 sixteenth(uint v) {
-  return fma(as_type<half2>(v | 0x64006400u), half2(half(0.0625f)), half2(half(-64 - ZERO)));
-}
+// What a code is worth in halves: the lowest bit of one is 2^-24.
+constant constexpr float ONE = 16777216.0f;
 
 // The upper bits of low pair L, moved to bit 4 of both halves; those of the high pair beside it are then at bit 8.
 template <int BITS>
@@ -36,24 +33,17 @@ inline uint spread(ushort word) { return (uint(word) & 0xffu) | (uint(word) & 0x
 // Column of the first of pair p among a lane's 16; the second is two further.
 inline int first_of(int p) { return (p >> 1 & 1) * 8 + (p >> 2) * 4 + (p & 1); }
 
-// 16 codes of 4 bits, and UPPER more bits of each from `upper`.
-template <int UPPER, int ZERO>
+// 16 codes of 4 bits, and UPPER more bits of each from `upper`. The last eight stand at bit 4.
+template <int UPPER>
 inline void nibbles(uint2 words, uint upper, thread half* q) {
   constexpr uint mask = UPPER == 1 ? 0x00010001u : 0x00030003u;
   UNROLL for (int p = 0; p < 8; p++) {
     uint v = p < 4 ? words.x : words.y;
     if (p & 1) v >>= 8;
     const uint more = UPPER ? aligned<UPPER>(upper, (p >> 2) * 2 + (p & 1)) : 0u;
-    half2 pair;
-    if (p & 2) {
-      v &= 0x00f000f0u;
-      if (UPPER) v |= more & mask << 8;
-      pair = sixteenth<ZERO>(v);
-    } else {
-      v &= 0x000f000fu;
-      if (UPPER) v |= more & mask << 4;
-      pair = whole<ZERO>(v);
-    }
+    v &= p & 2 ? 0x00f000f0u : 0x000f000fu;
+    if (UPPER) v |= more & (p & 2 ? mask << 8 : mask << 4);
+    const half2 pair = as_type<half2>(v);
     q[first_of(p)] = pair.x;
     q[first_of(p) + 2] = pair.y;
   }
@@ -73,27 +63,27 @@ inline void twos(uint word, uint upper, thread half* q) {
   }
 }
 
-// Eight bytes, signed ones if ZERO is 128, which is added to them and taken off again.
-template <int ZERO>
+// Eight bytes.
 inline void eights(uint2 words, thread half* q) {
   UNROLL for (int p = 0; p < 4; p++) {
-    const uint v = ((p < 2 ? words.x : words.y) ^ uint(ZERO) * 0x01010101u) >> uint(p % 2 * 8) & 0x00ff00ffu;
-    const half2 pair = whole<ZERO>(v);
+    const uint v = (p < 2 ? words.x : words.y) >> uint(p % 2 * 8) & 0x00ff00ffu;
+    const half2 pair = as_type<half2>(v);
     q[(p >> 1) * 4 + (p & 1)] = pair.x;
     q[(p >> 1) * 4 + (p & 1) + 2] = pair.y;
   }
 }
 
-// The 16 values of IQ4_NL: a polynomial within 0.44 of every one of them, then the nearest whole number.
+// The 16 values of IQ4_NL: a polynomial within 0.44 of every one of them, then the nearest whole number, which is what a
+// half between 1024 and 2048 holds.
 inline void bent(uint2 words, thread half* q) {
-  nibbles<0, 0>(words, 0u, q);
+  nibbles<0>(words, 0u, q);
   UNROLL for (int i = 0; i < 16; i++) {
+    const float one = i < 8 ? ONE : ONE / 16;
     const float x = float(q[i]);
-    float y = fma(x, 0.001585999969393015f, 0.031085999682545662f);
-    y = fma(x, y, -1.37192702293396f);
-    y = fma(x, y, 24.173830032348633f);
-    y = fma(x, y, -126.56700897216797f);
-    q[i] = half((y + 12582912.0f) - 12582912.0f);  // the nearest whole number, at half the price of rint
+    float y = fma(x, 0.001585999969393015f * one * one * one * one, 0.031085999682545662f * one * one * one);
+    y = fma(x, y, -1.37192702293396f * one * one);
+    y = fma(x, y, 24.173830032348633f * one);
+    q[i] = half(fma(x, y, 1536.0f - 126.56700897216797f)) - half(1536.0f);
   }
 }
 

@@ -5,7 +5,8 @@ A block is 32 columns, whatever the format's own is. Of block b a lane with h = 
 
     scale * q - offset        scales(row, b) = (scale of the low 8, of the high 8, offset of the low 8, of the high 8)
 
-`q` is exact: whole numbers in half precision, or the stored values of F32, F16 and BF16 with scale 1.
+`q` is exact: codes as they stand in halves (`codes.py`; the scale makes up for that), numbers that codes stand for, or the
+stored values of F32, F16 and BF16 with scale 1. What a code of 0 is worth less than 0 is part of the offset.
 
 GGUF's own blocks are 17 to 210 bytes long: read in place, a lane's codes start at any even (MXFP4: any) byte, and loads are
 of 2 bytes. In planes every lane loads 8 or 4 aligned bytes of codes, neighbours load neighbouring bytes, and 6-bit scales
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import numpy as np
@@ -62,8 +63,16 @@ TOP_SCALE, TOP_SCALE_AND_MIN = Plane("top", F16, 1, 256, "half"), Plane("top", F
 class Format(ABC):
     """The planes of a format, `split`, which makes them, and the Metal text that reads them."""
 
+    wider: tuple[BlockFormat, ...] = ()
+    """The same for weights whose neighbouring blocks share their scales, those of most blocks first."""
+
     def __init__(self, type: GGMLType, planes: tuple[Plane, ...], split: Split) -> None:
         self.type, self.planes, self.split = type, planes, split
+
+    @property
+    def name(self) -> str:
+        """What the struct is called, unless it is a template."""
+        return self.type.name
 
     @abstractmethod
     def struct(self) -> str:
@@ -85,7 +94,7 @@ struct @NAME {
     @PART
   }
   inline float4 scales(int row, int block) const {
-    const int at = row * (K / 32) + block, whole = row * (K / 256) + (block >> 3);
+    const int at = row * (K / @RUN) + @BLOCK, whole = row * (K / 256) + (block >> 3);
     @SCALES
   }
 };
@@ -97,29 +106,82 @@ class BlockFormat(Format):
     lane's half of it and `whole` the 256 columns that it is in: sums, so that a loop over blocks shifts nothing."""
 
     def __init__(
-        self, type: GGMLType, planes: tuple[Plane, ...], split: Split, part: str, scales: str, offset: bool = False
+        self,
+        type: GGMLType,
+        planes: tuple[Plane, ...],
+        split: Split,
+        part: str,
+        scales: str,
+        offset: bool = False,
+        shared: bool = False,
     ) -> None:
+        """`shared`: neighbouring blocks of a weight may have the same scales, as MLX's groups of 64 and 128 have."""
         super().__init__(type, planes, split)
-        self._part, self._scales, self._offset = part, scales, offset
+        self._part, self._scales, self._offset, self._run = part, scales, offset, 32
+        if shared:
+            self.wider = (self._over(128), self._over(64))
+
+    def _over(self, run: int) -> BlockFormat:
+        planes = tuple(replace(p, columns=run) if p.name == "scale" else p for p in self.planes)
+        wide = BlockFormat(self.type, planes, self.split, self._part, self._scales, self._offset)
+        wide._run = run
+        return wide
+
+    @property
+    def name(self) -> str:
+        return self.type.name + (f"_{self._run}" if self._run > 32 else "")
+
+    def narrowed(self, planes: Sequence[mx.array], rows: int, k: int) -> list[mx.array] | None:
+        """Planes of blocks of 32 as this format has them, or None if some of its runs have several scales."""
+        if k % self._run:
+            return None
+        made = []
+        for plane, whole in zip(self.planes, planes, strict=True):
+            if plane.name == "scale":
+                count = rows * (k // self._run)
+                runs = whole[: count * plane.count * (self._run // 32)].view(U32).reshape(count, -1)
+                if not mx.all(runs == runs[:, :1]).item():
+                    return None
+                first = mx.contiguous(runs[:, 0]).view(plane.dtype)
+                whole = mx.pad(first, (0, plane.size(rows, k) - first.size))
+            made.append(whole)
+        return made
 
     def struct(self) -> str:
         fields = "\n".join(f"  device const {p.reads}* {p.name};" for p in self.planes)
-        text = _STRUCT.replace("@NAME", self.type.name).replace("@FIELDS", fields)
-        text = text.replace("@OFFSET", str(int(self._offset)))
+        text = _STRUCT.replace("@NAME", self.name).replace("@FIELDS", fields)
+        text = text.replace("@OFFSET", str(int(self._offset))).replace("@RUN", str(self._run))
+        text = text.replace("@BLOCK", {32: "block", 64: "(block >> 1)", 128: "(block >> 2)"}[self._run])
         return text.replace("@PART", self._part).replace("@SCALES", self._scales)
 
     def bind(self, name: str, planes: Sequence[str], k: str, tail: bool) -> str:
         assert not tail, (self.type, "rows are whole blocks")
         pointers = ", ".join(f"(device const {p.reads}*){plane}" for p, plane in zip(self.planes, planes, strict=True))
-        return f"const {self.type.name} {name} = {{{pointers}, {k}}};\n"
+        return f"const {self.name} {name} = {{{pointers}, {k}}};\n"
 
 
+# Of nibbles, of bytes: see `codes.py`.
+NIBBLES_ONE, BYTES_ONE = ("ONE", "ONE / 16"), ("ONE", "ONE")
 ONE_SCALE = "const float d = float(scale[at]);\n    return float4(d, d, 0.0f, 0.0f);"
-SCALE_PLUS_MIN = "const half2 s = scale[at];\n    return float4(float(s.x), float(s.x), -float(s.y), -float(s.y));"
+
+
+def scale_less(zero: int, ones: tuple[str, str]) -> str:
+    """`scales` of blocks with a float16 scale, whose codes count from `zero`."""
+    return f"""const float d = float(scale[at]);
+    return float4(d * ({ones[0]}), d * ({ones[1]}), d * {zero}.0f, d * {zero}.0f);"""
+
+
+def scale_plus_min(ones: tuple[str, str]) -> str:
+    """`scales` of blocks with a float16 scale and minimum."""
+    return f"""const half2 s = scale[at];
+    return float4(float(s.x) * ({ones[0]}), float(s.x) * ({ones[1]}), -float(s.y), -float(s.y));"""
+
+
 BYTE_SCALE_AND_MIN = """const half2 d = top[whole];
     const uchar2 s = scale[at];
-    const float a = float(d.x) * float(s.x), m = float(d.y) * float(s.y);
-    return float4(a, a, m, m);"""
+    const float a = float(d.x) * (ONE * ONE) * float(as_type<half>(ushort(s.x)));
+    const float m = float(d.y) * ONE * float(as_type<half>(ushort(s.y)));
+    return float4(a, a * 0.0625f, m, m);"""
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +211,8 @@ class Packed:
 
 
 def pack(format: Format, rows: int, k: int, read: Read) -> Packed:
-    """Reads all rows, at most _CHUNK bytes of them at a time, and splits them on the device."""
+    """Reads all rows, at most _CHUNK bytes of them at a time, and splits them on the device; scales that neighbouring
+    blocks share are kept once."""
     block = FORMATS[format.type]
     step = max(1, _CHUNK // (k // block.elements * block.nbytes))
     pieces: list[list[mx.array]] = [[] for _ in format.planes]
@@ -168,4 +231,9 @@ def pack(format: Format, rows: int, k: int, read: Read) -> Packed:
         assert whole.dtype == plane.dtype, (format.type, plane, whole.dtype)
         mx.eval(planes[-1])
         piece.clear()
+    for wide in format.wider:
+        narrowed = wide.narrowed(planes, rows, k)
+        if narrowed is not None:
+            mx.eval(narrowed)
+            return Packed(wide, rows, k, tuple(narrowed))
     return Packed(format, rows, k, tuple(planes))

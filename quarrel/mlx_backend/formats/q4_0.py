@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from quarrel.gguf import GGMLType
 from quarrel.mlx_backend.formats.fields import scales_then_nibbles
-from quarrel.mlx_backend.formats.layout import NIBBLES, ONE_SCALE, SCALE, BlockFormat
+from quarrel.mlx_backend.formats.layout import NIBBLES, NIBBLES_ONE, SCALE, BlockFormat, scale_less
 
 Q4_0 = BlockFormat(
     GGMLType.Q4_0,
     (NIBBLES, SCALE),
     scales_then_nibbles(1),
-    part="nibbles<0, 8>(codes[pair], 0u, q);",
-    scales=ONE_SCALE,
+    part="nibbles<0>(codes[pair], 0u, q);",
+    scales=scale_less(8, NIBBLES_ONE),
+    offset=True,
 )

@@ -14,19 +14,18 @@ from quarrel.gguf import GGMLType
 from quarrel.mlx_backend.formats.fields import nibbles, scales_of_6_bits, unshift, view
 from quarrel.mlx_backend.formats.layout import F16, NIBBLES, TOP_SCALE_AND_MIN, U8, BlockFormat, Plane
 
-# Fields in the mantissa of 1024, each where it stands; what that adds, and how high each stands, is taken back at once.
-# The upper ones of every other block stand 16 times as high.
+# The upper fields of every other block stand 16 times as high.
 _SCALES = """const half2 d = top[whole];
     const ushort low = ushort(lower[at]), high = ushort(upper[row * (K / 64) + (block >> 1)]);
     const bool odd = (block & 1) != 0;
     const float by_a = odd ? 1.0f : 16.0f, by_m = odd ? 4.0f : 64.0f;
-    const float a0 = float(as_type<half>(ushort((low & 15) | 0x6400)));
-    const float m0 = float(as_type<half>(ushort((low & 240) | 0x6400)));
-    const float a1 = float(as_type<half>(ushort((high & (odd ? 48 : 3)) | 0x6400)));
-    const float m1 = float(as_type<half>(ushort((high & (odd ? 192 : 12)) | 0x6400)));
-    const float a = float(d.x) * (fma(a1, by_a, a0) - (1024.0f + 1024.0f * by_a));
-    const float m = float(d.y) * (fma(m1, by_m, m0) - (1024.0f + 1024.0f * by_m)) * 0.0625f;
-    return float4(a, a, m, m);"""
+    const float a0 = float(as_type<half>(ushort(low & 15)));
+    const float m0 = float(as_type<half>(ushort(low & 240)));
+    const float a1 = float(as_type<half>(ushort(high & (odd ? 48 : 3))));
+    const float m1 = float(as_type<half>(ushort(high & (odd ? 192 : 12))));
+    const float a = float(d.x) * (ONE * ONE) * fma(a1, by_a, a0);
+    const float m = float(d.y) * (ONE / 16) * fma(m1, by_m, m0);
+    return float4(a, a * 0.0625f, m, m);"""
 
 
 def _split(raw: mx.array) -> Sequence[mx.array]:
@@ -44,7 +43,7 @@ Q4_K = BlockFormat(
     GGMLType.Q4_K,
     (NIBBLES, Plane("lower", U8, 1, 32, "uchar"), Plane("upper", U8, 1, 64, "uchar"), TOP_SCALE_AND_MIN),
     _split,
-    part="nibbles<0, 0>(codes[pair], 0u, q);",
+    part="nibbles<0>(codes[pair], 0u, q);",
     scales=_SCALES,
     offset=True,
 )

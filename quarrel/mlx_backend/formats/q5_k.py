@@ -30,7 +30,7 @@ Q5_K = BlockFormat(
     GGMLType.Q5_K,
     (NIBBLES, EXTRA_BIT, BYTE_SCALES, TOP_SCALE_AND_MIN),
     _split,
-    part="nibbles<1, 0>(codes[pair], spread(bits[pair]), q);",
+    part="nibbles<1>(codes[pair], spread(bits[pair]), q);",
     scales=BYTE_SCALE_AND_MIN,
     offset=True,
 )

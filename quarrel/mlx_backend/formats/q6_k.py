@@ -1,4 +1,4 @@
-"""Q6_K: 256 values in 16 runs, codes of 6 bits less 32, signed 8-bit scales of a float16 scale."""
+"""Q6_K: 256 values in 16 runs, codes of 6 bits less 32, signed 8-bit scales, here 128 more, of a float16 scale."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from quarrel.gguf import GGMLType
 from quarrel.mlx_backend.formats.fields import UPPER_BESIDE_NIBBLES, nibbles, unshift, view, words
-from quarrel.mlx_backend.formats.layout import F16, I8, NIBBLES, TOP_SCALE, U32, BlockFormat, Plane
+from quarrel.mlx_backend.formats.layout import BYTE_SCALES, F16, NIBBLES, TOP_SCALE, U8, U32, BlockFormat, Plane
 
 
 def _split(raw: mx.array) -> Sequence[mx.array]:
@@ -16,17 +16,20 @@ def _split(raw: mx.array) -> Sequence[mx.array]:
     codes = unshift(raw[..., :128].reshape(rows, blocks, 2, 64), (0, 4), 15).reshape(rows, blocks, 8, 32)
     upper = unshift(raw[..., 128:192].reshape(rows, blocks, 2, 32), (0, 2, 4, 6), 3).reshape(rows, blocks, 8, 32)
     upper = words(upper, 2, UPPER_BESIDE_NIBBLES)
-    return nibbles(codes), upper, view(raw, 192, 208, I8), view(raw, 208, 210, F16)
+    return nibbles(codes), upper, mx.contiguous(raw[..., 192:208] ^ mx.array(0x80, U8)), view(raw, 208, 210, F16)
 
 
 _SCALES = """const float d = float(top[whole]);
-    const char2 s = scale[at];
-    return float4(d * float(s.x), d * float(s.y), 0.0f, 0.0f);"""
+    const uchar2 s = scale[at];
+    const float low = fma(float(as_type<half>(ushort(s.x))), ONE, -128.0f) * d;
+    const float high = fma(float(as_type<half>(ushort(s.y))), ONE, -128.0f) * d;
+    return float4(low * ONE, high * (ONE / 16), low * 32.0f, high * 32.0f);"""
 
 Q6_K = BlockFormat(
     GGMLType.Q6_K,
-    (NIBBLES, Plane("bits", U32, 2, 32, "uint"), Plane("scale", I8, 2, 32, "char2"), TOP_SCALE),
+    (NIBBLES, Plane("bits", U32, 2, 32, "uint"), BYTE_SCALES, TOP_SCALE),
     _split,
-    part="nibbles<2, 32>(codes[pair], bits[pair], q);",
+    part="nibbles<2>(codes[pair], bits[pair], q);",
     scales=_SCALES,
+    offset=True,
 )

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from quarrel.gguf import GGMLType
 from quarrel.mlx_backend.formats.fields import view
-from quarrel.mlx_backend.formats.layout import F16, SCALE_AND_MIN, SCALE_PLUS_MIN, U32, BlockFormat
+from quarrel.mlx_backend.formats.layout import BYTES_ONE, F16, SCALE_AND_MIN, U32, BlockFormat, scale_plus_min
 from quarrel.mlx_backend.formats.q8_0 import BYTES
 
 
@@ -20,7 +20,8 @@ Q8_1 = BlockFormat(
     GGMLType.Q8_1,
     (BYTES, SCALE_AND_MIN),
     _split,
-    part="eights<0>(codes[uint(at) * 4 + h], q);\n    eights<0>(codes[uint(at) * 4 + 2 + h], q + 8);",
-    scales=SCALE_PLUS_MIN,
+    part="eights(codes[uint(at) * 4 + h], q);\n    eights(codes[uint(at) * 4 + 2 + h], q + 8);",
+    scales=scale_plus_min(BYTES_ONE),
     offset=True,
+    shared=True,
 )

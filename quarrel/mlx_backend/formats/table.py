@@ -37,12 +37,12 @@ NATIVE: Mapping[GGMLType, Format] = {
 
 
 def packed_bytes(type: GGMLType, rows: int, k: int) -> int:
-    """Bytes of the planes of a weight; `type` is one of `NATIVE`."""
+    """Bytes of the planes of a weight, fewer if blocks share scales; `type` is one of `NATIVE`."""
     return sum(p.size(rows, k) * p.dtype.size for p in NATIVE[type].planes)
 
 
 @cache
-def header(*types: GGMLType) -> str:
+def header(*formats: Format) -> str:
     """Metal text with the structs of these formats, each once."""
-    formats = sorted((NATIVE[t] for t in types), key=lambda f: not isinstance(f, Dense))
-    return DECODE + "".join(dict.fromkeys(f.struct() for f in formats))
+    dense_first = sorted(formats, key=lambda f: not isinstance(f, Dense))
+    return DECODE + "".join(dict.fromkeys(f.struct() for f in dense_first))

@@ -34,15 +34,15 @@ _SOURCE = """
   const float4 by = w.scales(row, block);
   UNROLL for (int i = 0; i < 16; i++) {
     const int column = block * 32 + h * 8 + (i & 7) + (i & 8) * 2;
-    if (column < K) y[ulong(row) * K + column] = A((i < 8 ? by.x : by.y) * float(q[i]) - (i < 8 ? by.z : by.w));
+    if (column < K) y[ulong(row) * K + column] = A(fma(i < 8 ? by.x : by.y, float(q[i]), i < 8 ? -by.z : -by.w));
   }
 """
 
 
 def values_of(weight: Packed, act: mx.Dtype) -> mx.array:
     """`[rows, k]` of type `act`."""
-    name = f"quarrel_values_{weight.type.name.lower()}" + ("_tail" if weight.k % 32 else "")
-    kernel = Kernel(name, weight.inputs(), ("y",), weight.bind("K") + _SOURCE, header(weight.type))
+    name = f"quarrel_values_{weight.format.name.lower()}" + ("_tail" if weight.k % 32 else "")
+    kernel = Kernel(name, weight.inputs(), ("y",), weight.bind("K") + _SOURCE, header(weight.format))
     groups = (cdiv(cdiv(weight.k, 32) * 2, _THREADS), weight.rows)
     template = [("K", weight.k), ("A", act)]
     return kernel(list(weight.planes), [(weight.rows, weight.k)], [act], groups, (_THREADS,), template)[0]

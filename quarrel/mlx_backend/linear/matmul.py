@@ -160,12 +160,12 @@ _STORE_GATED = """    // 16 rows of gate, and the same of up: a lane takes half 
 
 
 def _text(product: Product) -> str:
-    gated, types = product.activation is not None, {m.weight.type for m in product.maps}
+    gated, formats = product.activation is not None, {m.weight.format for m in product.maps}
     bind = "".join("  " + m.weight.bind("K", f"w{i}") for i, m in enumerate(product.maps))
     # Threads of a SIMD-group decode rows of one matrix.
     if not gated:
         sources = [("", "w0")]
-    elif len(types) == 1:
+    elif len(formats) == 1:
         bind += "  const decltype(w0) w = place % 2 == 0 ? w0 : w1;\n"
         sources = [("", "w")]
     else:

@@ -63,8 +63,9 @@ template <bool OFFSET, typename V, int NT>
 inline void add_up(thread Columns<V, NT>& x) {
   if (!OFFSET) return;
   UNROLL for (int t = 0; t < NT; t++) {
-    x.low[t] = x.high[t] = 0.0f;
-    UNROLL for (int i = 0; i < 8; i++) {
+    x.low[t] = float(x.v[t][0]);
+    x.high[t] = float(x.v[t][8]);
+    UNROLL for (int i = 1; i < 8; i++) {
       x.low[t] += float(x.v[t][i]);
       x.high[t] += float(x.v[t][8 + i]);
     }

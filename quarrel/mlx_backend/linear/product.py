@@ -58,7 +58,7 @@ class Product:
 
     def name(self, kind: str) -> str:
         """A name for a kernel of this text."""
-        parts = [m.weight.type.name.lower() + ("_bias" if m.bias is not None else "") for m in self.maps]
+        parts = [m.weight.format.name.lower() + ("_bias" if m.bias is not None else "") for m in self.maps]
         marks = [self.activation or "", "norm" if self.gain is not None else "", "add" if self.alpha is not None else ""]
         return "_".join(["quarrel", kind, *parts, *filter(None, marks), *(["tail"] if self.tail else [])])
 
@@ -81,7 +81,7 @@ class Product:
 
     def header(self) -> str:
         """The Metal text of the formats, and of the activation if there is one."""
-        text = header(*(m.weight.type for m in self.maps))
+        text = header(*(m.weight.format for m in self.maps))
         return text + ACTIVATE if self.activation else text
 
     def template(self) -> list[tuple[str, object]]:

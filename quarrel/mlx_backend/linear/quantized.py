@@ -1,8 +1,8 @@
 """MLX's own `quantized_matmul` for formats that it holds exactly, so that the two can be compared: QUARREL_METAL=mlx.
 
-Q4_0, Q4_1 and Q8_0 are MLX's affine blocks of 32 (codes from 0, a scale and a bias that are float16 numbers), MXFP4 is its
-`mxfp4`. The planes that other kernels read stay where they are; this makes a copy in MLX's order. Norms, biases,
-activations and residuals are MLX operations, which mx.compile fuses.
+Q4_0, Q4_1 and Q8_0 are MLX's affine groups of 32, 64 or 128 (codes from 0, a scale and a bias that are float16 numbers),
+MXFP4 is its `mxfp4`. The planes that other kernels read stay where they are; this makes a copy in MLX's order. Norms,
+biases, activations and residuals are MLX operations, which mx.compile fuses.
 """
 
 from __future__ import annotations
@@ -18,25 +18,24 @@ from quarrel.mlx_backend.runtime.launch import evaluated
 
 EXACT = {GGMLType.Q4_0: "affine", GGMLType.Q4_1: "affine", GGMLType.Q8_0: "affine", GGMLType.MXFP4: "mxfp4"}
 """MLX's mode for each format."""
-_GROUP = 32
 
 
 def _words(weight: Packed) -> tuple[mx.array, int]:
     """Codes as MLX has them, `[rows, k * bits / 32]`, and their bits: neighbours in a word, the first one lowest."""
     size = weight.rows * weight.k
     if weight.type == GGMLType.Q8_0:
-        codes = weight.planes[0].view(mx.uint8)[:size] ^ mx.array(0x80, mx.uint8)
-        return codes.reshape(weight.rows, -1).view(mx.uint32), 8
+        return weight.planes[0].view(mx.uint8)[:size].reshape(weight.rows, -1).view(mx.uint32), 8
     raw = weight.planes[0].view(mx.uint8)[: size // 2].reshape(-1, 16)
     codes = mx.concatenate([raw & 15, raw >> 4], 1)  # column j lies below column j + 16
     pairs = codes[:, ::2] | (codes[:, 1::2] << 4)
     return mx.contiguous(pairs.reshape(weight.rows, -1)).view(mx.uint32), 4
 
 
-def _operands(weight: Packed, kind: mx.Dtype) -> tuple[list[mx.array], int, str]:
-    """Words, scales and, of affine blocks, biases; the bits of a code; the mode."""
+def _operands(weight: Packed, kind: mx.Dtype) -> tuple[list[mx.array], int, int, str]:
+    """Words, scales and, of affine blocks, biases; the bits of a code; columns to a scale; the mode."""
     words, bits = _words(weight)
-    count, mode = weight.rows * weight.k // _GROUP, EXACT[weight.type]
+    group = weight.format.planes[1].columns
+    count, mode = weight.rows * weight.k // group, EXACT[weight.type]
     if mode == "mxfp4":
         scales = [weight.planes[1][:count]]
     elif weight.type == GGMLType.Q4_1:
@@ -46,7 +45,7 @@ def _operands(weight: Packed, kind: mx.Dtype) -> tuple[list[mx.array], int, str]
         scale = weight.planes[1][:count].astype(kind)
         scales = [scale, scale * (-128 if bits == 8 else -8)]
     arrays = [words, *(mx.contiguous(s.reshape(weight.rows, -1)) for s in scales)]
-    return [evaluated(a) for a in arrays], bits, mode
+    return [evaluated(a) for a in arrays], bits, group, mode
 
 
 def quantized(product: Product) -> Callable[..., list[mx.array]]:
@@ -59,8 +58,8 @@ def quantized(product: Product) -> Callable[..., list[mx.array]]:
         if product.gain is not None:
             x = mx.fast.rms_norm(x.astype(mx.float32), product.gain.astype(mx.float32), product.eps)
         x, results = x.astype(kind), []
-        for arrays, bits, mode in weights:
-            y = mx.quantized_matmul(x, *arrays, transpose=True, group_size=_GROUP, bits=bits, mode=mode)
+        for arrays, bits, group, mode in weights:
+            y = mx.quantized_matmul(x, *arrays, transpose=True, group_size=group, bits=bits, mode=mode)
             results.append(y.astype(mx.float32))
         return product.finish_arrays(results, residual)
 
