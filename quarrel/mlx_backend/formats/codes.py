@@ -27,8 +27,8 @@ inline uint aligned(uint upper, int l) {
   return l < 2 ? upper << uint(4 - 2 * l) : upper >> uint(2 * l);
 }
 
-// The 16 fields of one bit, eight in each byte, with the second byte in the upper half.
-inline uint spread(ushort word) { return (uint(word) & 0xffu) | (uint(word) & 0xff00u) << 8; }
+// The 16 fields of one bit, eight in each byte, with the second byte in the upper half: loads widen for nothing.
+inline uint spread(uchar2 bytes) { return as_type<uint>(ushort2(ushort(bytes.x), ushort(bytes.y))); }
 
 // Column of the first of pair p among a lane's 16; the second is two further.
 inline int first_of(int p) { return (p >> 1 & 1) * 8 + (p >> 2) * 4 + (p & 1); }
@@ -49,15 +49,15 @@ inline void nibbles(uint2 words, uint upper, thread half* q) {
   }
 }
 
-// 16 codes of 2 bits, and a third bit of each; fields up to bit 9 are in the mantissa as they stand.
-template <int UPPER, int ZERO>
+// 16 codes of 2 bits, and with UPPER a third bit of each. They stand at bits 0 and 2, the last eight at bits 4 and 6: those
+// in odd columns are four times as much.
+template <int UPPER>
 inline void twos(uint word, uint upper, thread half* q) {
   UNROLL for (int p = 0; p < 8; p++) {
     const uint at = uint(p % 4 * 2);
     uint v = (p < 4 ? word : word >> 8) & 0x00030003u << at;
     if (UPPER) v |= (p < 4 ? upper << 2 : upper << 1) & 0x00040004u << at;
-    const float scale = 1.0f / float(1 << at);
-    const half2 pair = fma(as_type<half2>(v | 0x64006400u), half2(half(scale)), half2(half(-1024.0f * scale - ZERO)));
+    const half2 pair = as_type<half2>(v);
     q[first_of(p)] = pair.x;
     q[first_of(p) + 2] = pair.y;
   }
@@ -87,13 +87,15 @@ inline void bent(uint2 words, thread half* q) {
   }
 }
 
-// Twice the value of e2m1: its bits are those of a half whose exponent is 14 too small.
+// Numbers in E2M1, 2^-14 of their worth: their bits are those of a half whose exponent is 14 too small. Of the four in a
+// word of 16 bits the magnitudes stand three bits apart, the first at bit 9, and the signs at bits 15, 12, 14 and 13.
 inline void fours(uint2 words, thread half* q) {
   UNROLL for (int p = 0; p < 8; p++) {
-    const uint v = p < 4 ? words.x : words.y, at = uint((p & 1) * 8 + (p & 2) * 2);
-    const uint size = v & 0x00070007u << at, sign = v & 0x00080008u << at;
-    const uint bits = (at <= 9u ? size << (9u - at) : size >> (at - 9u)) | sign << (12u - at);
-    const half2 pair = as_type<half2>(bits) * half2(half(32768.0f));
+    const uint v = p < 4 ? words.x : words.y;
+    const int at = p & 3;
+    uint bits = v << uint(at * 3) & (at < 2 ? 0x8e008e00u : 0x0e000e00u);
+    if (at > 1) bits |= v << uint(at - 1) & 0x80008000u;
+    const half2 pair = as_type<half2>(bits);
     q[first_of(p)] = pair.x;
     q[first_of(p) + 2] = pair.y;
   }

@@ -15,7 +15,7 @@ struct Dense {
   device const E* codes;
   int K;
   typedef P Q;
-  enum { OFFSET = 0, PLAIN = 1 };
+  enum { OFFSET = 0, PLAIN = 1, ODD = 1, UNIT = 1 };
   inline void part(int row, int block, int h, thread P* q) const {
     const int column = block * 32 + h * 8;
     device const E* from = codes + ulong(row) * ulong(K) + ulong(column);
@@ -32,6 +32,7 @@ struct Dense {
       }
     }
   }
+  inline void bare(int row, int block, int h, thread P* q) const { part(row, block, h, q); }
   inline float4 scales(int, int) const { return float4(1.0f, 1.0f, 0.0f, 0.0f); }
 };
 """

@@ -32,6 +32,19 @@ UPPER_BESIDE_NIBBLES = _order([(p >> 2) * 4 + (p & 1) + (p & 2) for p in range(8
 THIRD_BESIDE_TWOS = _order([p % 4 * 2 + p // 4 for p in range(8)])
 
 
+# Lane, word, half of the word, place.
+_FOURS = (np.arange(2)[:, None, None, None] * 8 + np.arange(2)[:, None] * 2 + _FIRST.reshape(2, 1, 4)).reshape(-1)
+MAGNITUDES, SIGNS = (9, 6, 3, 0), (15, 12, 14, 13)
+"""Bits where `fours` stand in a word of 16."""
+
+
+def fours_apart(words: mx.array) -> mx.array:
+    """What `fours` made, as codes again."""
+    halves = mx.contiguous(words).view(U16)[..., None]
+    codes = (halves >> mx.array(MAGNITUDES, U16) & 7) | (halves >> mx.array(SIGNS, U16) & 1) << 3
+    return codes.astype(U8).reshape(*words.shape[:-1], 32)[..., mx.array(np.argsort(_FOURS))]
+
+
 def view(raw: mx.array, start: int, stop: int, dtype: mx.Dtype) -> mx.array:
     """Bytes `start` to `stop` of every block as numbers of `dtype`."""
     return mx.contiguous(raw[..., start:stop]).view(dtype)
@@ -53,6 +66,20 @@ def words(codes: mx.array, bits: int, order: Array) -> mx.array:
     ordered = codes[..., mx.array(order)]
     parts = ordered.reshape(*codes.shape[:-1], 32 // per, per) << mx.arange(0, 8, bits).astype(U8)
     return mx.contiguous(parts.sum(-1).astype(U8)).view(U16 if bits == 1 else U32)
+
+
+def in_six_bits(a: mx.array, m: mx.array) -> tuple[mx.array, mx.array]:
+    """Two numbers of 6 bits for each block `[..., 8]` to bytes `[..., 8]` with the lower 4 bits of both, and `[..., 4]`
+    with the upper 2 of both of two blocks."""
+    high = (a >> 4) | ((m >> 4) << 2)
+    return mx.contiguous((a & 15) | (m << 4)), mx.contiguous(high[..., ::2] | (high[..., 1::2] << 4))
+
+
+def fours(codes: mx.array) -> mx.array:
+    """Codes in E2M1 `[..., 32]` to words `[..., 4]`, as `fours` of `codes.py` takes them apart."""
+    ordered = codes[..., mx.array(_FOURS)].astype(U16).reshape(*codes.shape[:-1], 8, 4)
+    placed = ((ordered & 7) << mx.array(MAGNITUDES, U16)) | ((ordered >> 3) << mx.array(SIGNS, U16))
+    return mx.contiguous(placed.sum(-1).astype(U16)).view(U32)
 
 
 def scales_then_nibbles(scales: int) -> Split:

@@ -1,7 +1,7 @@
 """What a block format is on Metal: planes that kernels read with aligned loads, and the Metal struct that decodes them.
 
 A block is 32 columns, whatever the format's own is. Of block b a lane with h = 0 or 1 takes `q[0..7]`, columns 8h to
-8h + 7, and `q[8..15]`, those plus 16 (`part` of the struct). The values are
+8h + 7, and `q[8..15]`, those plus 16 (`part` of the struct; `bare` leaves out factors that a sum may have). The values are
 
     scale * q - offset        scales(row, b) = (scale of the low 8, of the high 8, offset of the low 8, of the high 8)
 
@@ -54,7 +54,7 @@ class Plane:
 
 NIBBLES = Plane("codes", U32, 4, 32, "uint2")
 TWO_BITS = Plane("codes", U32, 2, 32, "uint")
-EXTRA_BIT = Plane("bits", U16, 2, 32, "ushort")
+EXTRA_BIT = Plane("bits", U16, 2, 32, "uchar2")
 BYTE_SCALES = Plane("scale", U8, 2, 32, "uchar2")
 SCALE, SCALE_AND_MIN = Plane("scale", F16, 1, 32, "half"), Plane("scale", F16, 2, 32, "half2")
 TOP_SCALE, TOP_SCALE_AND_MIN = Plane("top", F16, 1, 256, "half"), Plane("top", F16, 2, 256, "half2")
@@ -88,10 +88,16 @@ struct @NAME {
 @FIELDS
   int K;
   typedef half Q;
-  enum { OFFSET = @OFFSET, PLAIN = 0 };
-  inline void part(int row, int block, int h, thread half* q) const {
+  enum { OFFSET = @OFFSET, PLAIN = 0, ODD = @ODD, UNIT = @UNIT };
+  inline void bare(int row, int block, int h, thread half* q) const {
     const int at = row * (K / 32) + block, pair = row * (K / 16) + (block * 2 + h);
     @PART
+  }
+  inline void part(int row, int block, int h, thread half* q) const {
+    bare(row, block, h, q);
+    UNROLL for (int i = 0; i < 16; i++) {
+      if (UNIT > 1 || (ODD > 1 && i % 2)) q[i] *= half(i % 2 ? float(UNIT) / ODD : float(UNIT));
+    }
   }
   inline float4 scales(int row, int block) const {
     const int at = row * (K / @RUN) + @BLOCK, whole = row * (K / 256) + (block >> 3);
@@ -114,16 +120,22 @@ class BlockFormat(Format):
         scales: str,
         offset: bool = False,
         shared: bool = False,
+        odd: int = 1,
+        unit: int = 1,
     ) -> None:
-        """`shared`: neighbouring blocks of a weight may have the same scales, as MLX's groups of 64 and 128 have."""
+        """`part` gives 1/`unit` of the codes, in odd columns `odd` times as much, which costs less to take back in a sum.
+        `shared`: neighbouring blocks of a weight may have the same scales, as MLX's groups of 64 and 128 have."""
         super().__init__(type, planes, split)
         self._part, self._scales, self._offset, self._run = part, scales, offset, 32
+        self._odd, self._unit = odd, unit
         if shared:
             self.wider = (self._over(128), self._over(64))
 
     def _over(self, run: int) -> BlockFormat:
         planes = tuple(replace(p, columns=run) if p.name == "scale" else p for p in self.planes)
-        wide = BlockFormat(self.type, planes, self.split, self._part, self._scales, self._offset)
+        wide = BlockFormat(
+            self.type, planes, self.split, self._part, self._scales, self._offset, odd=self._odd, unit=self._unit
+        )
         wide._run = run
         return wide
 
@@ -151,6 +163,7 @@ class BlockFormat(Format):
         fields = "\n".join(f"  device const {p.reads}* {p.name};" for p in self.planes)
         text = _STRUCT.replace("@NAME", self.name).replace("@FIELDS", fields)
         text = text.replace("@OFFSET", str(int(self._offset))).replace("@RUN", str(self._run))
+        text = text.replace("@ODD", str(self._odd)).replace("@UNIT", str(self._unit))
         text = text.replace("@BLOCK", {32: "block", 64: "(block >> 1)", 128: "(block >> 2)"}[self._run])
         return text.replace("@PART", self._part).replace("@SCALES", self._scales)
 
@@ -177,6 +190,16 @@ def scale_plus_min(ones: tuple[str, str]) -> str:
     return float4(float(s.x) * ({ones[0]}), float(s.x) * ({ones[1]}), -float(s.y), -float(s.y));"""
 
 
+# Of the bytes `low` and `high`: `six_a` is a block's first number, 2^-24 of it, `six_m` sixteen times that of its second.
+# The upper fields of every other block stand 16 times as high.
+SIX_BITS = """
+    const bool odd = (block & 1) != 0;
+    const float by_a = odd ? 1.0f : 16.0f, by_m = odd ? 4.0f : 64.0f;
+    const float a0 = float(as_type<half>(ushort(low & 15)));
+    const float m0 = float(as_type<half>(ushort(low & 240)));
+    const float a1 = float(as_type<half>(ushort(high & (odd ? 48 : 3))));
+    const float m1 = float(as_type<half>(ushort(high & (odd ? 192 : 12))));
+    const float six_a = fma(a1, by_a, a0), six_m = fma(m1, by_m, m0);"""
 BYTE_SCALE_AND_MIN = """const half2 d = top[whole];
     const uchar2 s = scale[at];
     const float a = float(d.x) * (ONE * ONE) * float(as_type<half>(ushort(s.x)));

@@ -7,17 +7,18 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from quarrel.gguf import GGMLType
-from quarrel.mlx_backend.formats.fields import view
-from quarrel.mlx_backend.formats.layout import NIBBLES, U8, U32, BlockFormat, Plane
+from quarrel.mlx_backend.formats.fields import fours, unshift
+from quarrel.mlx_backend.formats.layout import NIBBLES, U8, BlockFormat, Plane
 
 
 def _split(raw: mx.array) -> Sequence[mx.array]:
-    return view(raw, 1, 17, U32), raw[..., 0]
+    codes = unshift(raw[..., 1:], (0, 4), 15)  # [rows, blocks, 2, 16]
+    return fours(codes.reshape(*raw.shape[:2], 32)), raw[..., 0]
 
 
-# 2^(e - 128), where the two smallest are below the normal numbers.
+# 2^(e - 127), where the smallest is below the normal numbers.
 _SCALES = """const uint e = uint(scale[at]);
-    const float d = as_type<float>(e < 2u ? 0x00200000u << e : (e - 1u) << 23);
+    const float d = as_type<float>(e == 0u ? 0x00400000u : e << 23);
     return float4(d, d, 0.0f, 0.0f);"""
 
 MXFP4 = BlockFormat(
@@ -26,4 +27,5 @@ MXFP4 = BlockFormat(
     _split,
     part="fours(codes[pair], q);",
     scales=_SCALES,
+    unit=1 << 14,
 )

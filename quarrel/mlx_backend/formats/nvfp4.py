@@ -7,22 +7,20 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from quarrel.gguf import GGMLType
-from quarrel.mlx_backend.formats.fields import nibbles, unshift
+from quarrel.mlx_backend.formats.fields import fours, unshift
 from quarrel.mlx_backend.formats.layout import BYTE_SCALES, NIBBLES, BlockFormat
 
 
 def _split(raw: mx.array) -> Sequence[mx.array]:
     rows, blocks, _ = raw.shape
     codes = unshift(raw[..., 4:36].reshape(rows, blocks, 4, 8), (0, 4), 15)  # [rows, blocks, 4, 2, 8]
-    return nibbles(codes.reshape(rows, blocks * 2, 32)), raw[..., :4]
+    return fours(codes.reshape(rows, blocks * 2, 32)), raw[..., :4]
 
 
-# The bits of E4M3 are those of a half whose exponent is 8 too small; 2^7, not 2^8, as `fours` gives twice the value. 127 is
-# not a number and counts as 0.
+# The bits of E4M3 are those of a half whose exponent is 8 too small. 127 is not a number and counts as 0.
 _SCALES = """const uchar2 s = scale[at];
-    const uint low = s.x == 127u ? 0u : uint(s.x & 127u) << 7, high = s.y == 127u ? 0u : uint(s.y & 127u) << 7;
-    const float2 d = float2(as_type<half2>(low | high << 16)) * 128.0f;
-    return float4(d.x, d.y, 0.0f, 0.0f);"""
+    const ushort low = s.x == 127u ? 0u : (s.x & 127u) << 7, high = s.y == 127u ? 0u : (s.y & 127u) << 7;
+    return float4(float(as_type<half>(low)) * 256.0f, float(as_type<half>(high)) * 256.0f, 0.0f, 0.0f);"""
 
 NVFP4 = BlockFormat(
     GGMLType.NVFP4,
@@ -30,4 +28,5 @@ NVFP4 = BlockFormat(
     _split,
     part="fours(codes[pair], q);",
     scales=_SCALES,
+    unit=1 << 14,
 )

@@ -18,14 +18,16 @@ def _split(raw: mx.array) -> Sequence[mx.array]:
 
 _SCALES = """const half2 d = top[whole];
     const uchar2 s = scale[at];
-    return float4(float(d.x) * float(s.x & 15), float(d.x) * float(s.y & 15),
-                  float(d.y) * float(s.x >> 4), float(d.y) * float(s.y >> 4));"""
+    const float a = float(d.x) * (ONE * ONE), m = float(d.y) * (ONE / 16);
+    return float4(a * float(as_type<half>(ushort(s.x & 15))), a * 0.0625f * float(as_type<half>(ushort(s.y & 15))),
+                  m * float(as_type<half>(ushort(s.x & 240))), m * float(as_type<half>(ushort(s.y & 240))));"""
 
 Q2_K = BlockFormat(
     GGMLType.Q2_K,
     (TWO_BITS, BYTE_SCALES, TOP_SCALE_AND_MIN),
     _split,
-    part="twos<0, 0>(codes[pair], 0u, q);",
+    part="twos<0>(codes[pair], 0u, q);",
     scales=_SCALES,
     offset=True,
+    odd=4,
 )

@@ -11,32 +11,19 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from quarrel.gguf import GGMLType
-from quarrel.mlx_backend.formats.fields import nibbles, scales_of_6_bits, unshift, view
-from quarrel.mlx_backend.formats.layout import F16, NIBBLES, TOP_SCALE_AND_MIN, U8, BlockFormat, Plane
+from quarrel.mlx_backend.formats.fields import in_six_bits, nibbles, scales_of_6_bits, unshift, view
+from quarrel.mlx_backend.formats.layout import F16, NIBBLES, SIX_BITS, TOP_SCALE_AND_MIN, U8, BlockFormat, Plane
 
-# The upper fields of every other block stand 16 times as high.
-_SCALES = """const half2 d = top[whole];
-    const ushort low = ushort(lower[at]), high = ushort(upper[row * (K / 64) + (block >> 1)]);
-    const bool odd = (block & 1) != 0;
-    const float by_a = odd ? 1.0f : 16.0f, by_m = odd ? 4.0f : 64.0f;
-    const float a0 = float(as_type<half>(ushort(low & 15)));
-    const float m0 = float(as_type<half>(ushort(low & 240)));
-    const float a1 = float(as_type<half>(ushort(high & (odd ? 48 : 3))));
-    const float m1 = float(as_type<half>(ushort(high & (odd ? 192 : 12))));
-    const float a = float(d.x) * (ONE * ONE) * fma(a1, by_a, a0);
-    const float m = float(d.y) * (ONE / 16) * fma(m1, by_m, m0);
+_SCALES = f"""const ushort low = ushort(lower[at]), high = ushort(upper[row * (K / 64) + (block >> 1)]);{SIX_BITS}
+    const half2 d = top[whole];
+    const float a = float(d.x) * (ONE * ONE) * six_a, m = float(d.y) * (ONE / 16) * six_m;
     return float4(a, a * 0.0625f, m, m);"""
 
 
 def _split(raw: mx.array) -> Sequence[mx.array]:
     codes = unshift(raw[..., 16:].reshape(*raw.shape[:2], 4, 32), (0, 4), 15)  # [rows, blocks, 4, 2, 32]
     scales = scales_of_6_bits(raw[..., 4:16])
-    a, m = scales[..., 0], scales[..., 1]
-    high = (a >> 4) | ((m >> 4) << 2)
-    return (
-        nibbles(codes), mx.contiguous((a & 15) | (m << 4)), mx.contiguous(high[..., ::2] | (high[..., 1::2] << 4)),
-        view(raw, 0, 4, F16),
-    )  # fmt: skip
+    return nibbles(codes), *in_six_bits(scales[..., 0], scales[..., 1]), view(raw, 0, 4, F16)
 
 
 Q4_K = BlockFormat(

@@ -24,4 +24,4 @@ def _split(raw: mx.array) -> Sequence[mx.array]:
     return words(codes.reshape(*raw.shape[:2], 8, 32), 2, IN_ORDER), view(raw, 52, 54, F16)
 
 
-TQ1_0 = BlockFormat(GGMLType.TQ1_0, (TWO_BITS, TOP_SCALE), _split, part=TERNARY, scales=ONE_TOP_SCALE)
+TQ1_0 = BlockFormat(GGMLType.TQ1_0, (TWO_BITS, TOP_SCALE), _split, part=TERNARY, scales=ONE_TOP_SCALE, offset=True, odd=4)

@@ -16,7 +16,7 @@ def _split(raw: mx.array) -> Sequence[mx.array]:
     return words(codes, 2, IN_ORDER), view(raw, 64, 66, F16)
 
 
-TERNARY = "twos<0, 1>(codes[pair], 0u, q);"
-ONE_TOP_SCALE = "const float d = float(top[whole]);\n    return float4(d, d, 0.0f, 0.0f);"
+TERNARY = "twos<0>(codes[pair], 0u, q);"
+ONE_TOP_SCALE = "const float d = float(top[whole]);\n    return float4(d * ONE, d * (ONE / 16), d, d);"
 
-TQ2_0 = BlockFormat(GGMLType.TQ2_0, (TWO_BITS, TOP_SCALE), _split, part=TERNARY, scales=ONE_TOP_SCALE)
+TQ2_0 = BlockFormat(GGMLType.TQ2_0, (TWO_BITS, TOP_SCALE), _split, part=TERNARY, scales=ONE_TOP_SCALE, offset=True, odd=4)

@@ -78,13 +78,25 @@ inline void multiply(W w, int row, int last, int unit, thread const Columns<V, N
   UNROLL for (int r = 0; r < R; r++) {
     typename W::Q q[16];
     const int from = metal::min(row + r, last);
-    w.part(from, unit >> 1, unit & 1, q);
+    w.bare(from, unit >> 1, unit & 1, q);
     const float4 s = w.scales(from, unit >> 1);
     UNROLL for (int t = 0; t < NT; t++) {
       float low = 0.0f, high = 0.0f;
-      UNROLL for (int i = 0; i < 8; i++) {
+      if (W::ODD > 1) {
+        UNROLL for (int i = 1; i < 8; i += 2) {
+          low = fma(float(q[i]), float(x.v[t][i]), low);
+          high = fma(float(q[8 + i]), float(x.v[t][8 + i]), high);
+        }
+        low *= 1.0f / W::ODD;
+        high *= 1.0f / W::ODD;
+      }
+      UNROLL for (int i = 0; i < 8; i += W::ODD > 1 ? 2 : 1) {
         low = fma(float(q[i]), float(x.v[t][i]), low);
         high = fma(float(q[8 + i]), float(x.v[t][8 + i]), high);
+      }
+      if (W::UNIT > 1) {
+        low *= W::UNIT;
+        high *= W::UNIT;
       }
       float sum = fma(s.y, high, fma(s.x, low, sums[r * NT + t]));
       if (W::OFFSET) sum = fma(-s.w, x.high[t], fma(-s.z, x.low[t], sum));

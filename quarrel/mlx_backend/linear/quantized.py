@@ -12,6 +12,7 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from quarrel.gguf import GGMLType
+from quarrel.mlx_backend.formats.fields import fours_apart
 from quarrel.mlx_backend.formats.layout import Packed
 from quarrel.mlx_backend.linear.product import Product
 from quarrel.mlx_backend.runtime.launch import evaluated
@@ -25,8 +26,11 @@ def _words(weight: Packed) -> tuple[mx.array, int]:
     size = weight.rows * weight.k
     if weight.type == GGMLType.Q8_0:
         return weight.planes[0].view(mx.uint8)[:size].reshape(weight.rows, -1).view(mx.uint32), 8
-    raw = weight.planes[0].view(mx.uint8)[: size // 2].reshape(-1, 16)
-    codes = mx.concatenate([raw & 15, raw >> 4], 1)  # column j lies below column j + 16
+    if weight.type == GGMLType.MXFP4:
+        codes = fours_apart(weight.planes[0][: size // 8].reshape(-1, 4))
+    else:
+        raw = weight.planes[0].view(mx.uint8)[: size // 2].reshape(-1, 16)
+        codes = mx.concatenate([raw & 15, raw >> 4], 1)  # column j lies below column j + 16
     pairs = codes[:, ::2] | (codes[:, 1::2] << 4)
     return mx.contiguous(pairs.reshape(weight.rows, -1)).view(mx.uint32), 4
 
