@@ -46,8 +46,8 @@ class How:
 
 
 ROOM = 12 << 30
-"""Bytes beside weights, caches and values of a step, for checks and graphs: weights are kept decoded for prompts in the rest,
-as they are in `LLM`."""
+"""Bytes beside weights, caches and values of a step, for checks and graphs: weights are kept decoded for prompts in what
+remains, as they are in `LLM`."""
 
 
 class Session:

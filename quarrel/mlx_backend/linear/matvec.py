@@ -11,7 +11,7 @@ x * gain goes into the products, the lanes add up x * x beside them, and 1 / rms
     in flight     R loads of 8 bytes of codes and as many of 2 of scales a lane: 1.25 KiB a SIMD-group, twice that unrolled
     registers     16 of x for each of its rows (8 in half precision), 8 of codes, R * NT sums: 60 for one row, 110 for four
     threadgroup   none for PARTS = 1, else at most 0.4 KiB
-    instructions  about 3.1 a weight of 4 bits for one row of x: see docs/metal.md for what that means on each chip
+    instructions  about 2.9 a weight of 4 bits for one row of x: see docs/metal.md for what that means on each chip
 """
 
 from __future__ import annotations
