@@ -79,7 +79,7 @@ class Layer:
         return Cache(*(y.view(torch.uint8) for y in made), self.kind, scales)
 
     def plans(self) -> list[Plan]:
-        """One for each cache, built as the trials say now."""
+        """One for each cache."""
         made = []
         for cache in self.caches:
             node = Node(ATTENTION, SPEC, (*self._values, CacheRef(0)), (self._y,), "attention")
@@ -111,8 +111,8 @@ class Layer:
     def measure(self, form: str) -> tuple[float, float]:
         """Error and microseconds."""
         kept = trials.on, ring.serves
-        trials.on = {"attention-ring"} if form == "ring" else set()
-        ring.serves = lambda seqs, items: True
+        trials.on = {"attention-ring"}
+        ring.serves = lambda batch, spec: form == "ring"
         try:
             plans = self.plans()
 

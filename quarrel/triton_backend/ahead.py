@@ -6,10 +6,12 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from quarrel.ops.attention import ATTENTION
 from quarrel.ops.registry import Choice
 from quarrel.ops.step import Limits
+from quarrel.triton_backend.attention import ring
 from quarrel.triton_backend.attention.splits import MOST_SPLITS
 from quarrel.triton_backend.inputs import PROMPTS, item_bucket
 from quarrel.triton_backend.plan import Plan
@@ -38,7 +40,8 @@ class Ahead:
     def begin(self, limits: Limits) -> None:
         """Starts with all that can be foreseen, first steps first, unless the first one's kernels are on disk already."""
         want = "tokens" if "tokens" in self.masks else next(iter(self.masks))
-        steps = list(foreseen(limits))
+        attends = [c.node for c in self.twin.choices if c.node.op is ATTENTION]
+        steps = list(foreseen(limits, ring.deep_sequences(self.twin, attends)))
         if not self._missing(steps[0], want):
             return
         known: set[str] = set()
@@ -80,9 +83,9 @@ class Ahead:
             return {}
 
 
-def foreseen(limits: Limits) -> Iterator[Batch]:
+def foreseen(limits: Limits, deep: range = range(0)) -> Iterator[Batch]:
     """Steps that a model will be given, in the order in which they matter: a short prompt, a token, other prompts,
-    batches, a token behind many, and both together."""
+    batches, a token behind many, both together, and those of so many sequences that may be `deep`."""
     most = min(limits.max_seqs, limits.max_tokens)
     lengths = (64, 32, 16, 128, 512, limits.max_tokens, 256)
     prompts = list(dict.fromkeys(PROMPTS.tokens(n, limits.max_tokens) for n in lengths))
@@ -100,6 +103,9 @@ def foreseen(limits: Limits) -> Iterator[Batch]:
     yield Batch(1, 1, 1, True, False, item_bucket(MOST_SPLITS, 1))
     if most > 1:
         yield Batch(prompts[-1], most, most, True, True, item_bucket(most, most))
+    if limits.max_blocks_per_seq * limits.block_size >= ring.DEEP:
+        for n in (n for n in seqs if n in deep):
+            yield replace(decode(n), items=item_bucket(n * MOST_SPLITS, n), deep=True)
 
 
 def _some_of_each(choices: Iterable[Choice]) -> Iterator[int]:

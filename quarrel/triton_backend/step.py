@@ -42,6 +42,7 @@ from quarrel.ops.step import (
 )
 from quarrel.ops.transfer import CacheForm
 from quarrel.triton_backend.ahead import Ahead
+from quarrel.triton_backend.attention import ring
 from quarrel.triton_backend.attention.cudnn import prompts_of, refusal
 from quarrel.triton_backend.experts.host import Outside, pools_of
 from quarrel.triton_backend.formats.weights import stored_as
@@ -152,7 +153,8 @@ class TritonStep:
         self._masks = masks_of(plan.choices, outputs)
         self._ahead = ahead
         self._n_vocab, self._n_positions = (_smallest_table(plan.choices, name) for name in ("ids", "positions"))
-        attends = (c.node for c in plan.choices if c.node.op is ATTENTION)
+        attends = [c.node for c in plan.choices if c.node.op is ATTENTION]
+        self._deep = ring.deep_sequences(plan, attends)
         some = plan.cudnn_from > 0 and any(refusal(plan, node) is None for node in attends)
         self._cudnn_from = plan.cudnn_from if some else 0
         """Where cuDNN takes no layer, prompts of any length are graphs."""
@@ -298,6 +300,8 @@ class TritonStep:
             batch = replace(batch, prompts=prompts_of(inputs.query_start, inputs.kv_len, self._cudnn_from))
         if self._sees:
             batch = replace(batch, longest=int(np.diff(inputs.query_start).max()))
+        if self._deep and not batch.prefill and ring.is_deep(inputs.kv_len, self._deep):
+            batch = replace(batch, deep=True)
         capture = self._capture and self._watch is None
         if capture and not self._sees and self._start_prompts(inputs, want, batch):
             return

@@ -1,9 +1,9 @@
 """Runs a Gluon kernel's own text on the CPU, one program at a time: its arithmetic on tensors, TMA copies, barriers, warps.
 
 Layouts say which lane holds what and are ignored. All else is checked: addresses (nothing is read or written outside of a
-tensor), the order of columns, bytes that barriers expect, phases, and who waits for whom. A copy is done as late as it can
-be, when somebody waits for it; from its request until then its place holds NaN. The producer runs ahead whenever it can. A
-wait that nobody will end raises `Deadlock`.
+tensor, and copies begin where TMA lets them), the order of columns, bytes that barriers expect, phases, and who waits for
+whom. A copy is done as late as it can be, when somebody waits for it; from its request until then its place holds NaN. The
+producer runs ahead whenever it can. A wait that nobody will end raises `Deadlock`.
 """
 
 from __future__ import annotations
@@ -150,6 +150,13 @@ class Copies:
     def __init__(self, descriptor: Any) -> None:
         self.tensor, self.box, self.dtype = descriptor.base, tuple(descriptor.block_shape), Type(descriptor.base.dtype)
         self.asked: set[int] = set()
+        each = self.tensor.element_size()
+        for what, count in (
+            ("a base", self.tensor.data_ptr()), ("a row", self.tensor.stride(0) * each), ("a box's row", self.box[1] * each)
+        ):  # fmt: skip
+            assert count % 16 == 0, f"{what} of a copy is at, or of, {count} bytes, no multiple of 16"
+        self.align = max(128, 8 * descriptor.layout.swizzle_byte_width)
+        """Where its boxes may begin in shared memory; swizzled ones where their pattern does."""
 
 
 class Machine:
@@ -240,6 +247,10 @@ class Machine:
     def copy(self, source: Copies, where: list[Any], bar: Barrier, to: Shared) -> None:
         row, column = (int(x) for x in where)
         assert tuple(to.data.shape) == source.box, (to.data.shape, source.box)
+        # What is allocated begins at a multiple of 1024.
+        at = to.data.storage_offset() * to.data.element_size()
+        assert at % source.align == 0, f"a copy to byte {at} of shared memory, no multiple of {source.align}"
+        assert column * to.data.element_size() % 16 == 0, f"a copy from column {column}, no multiple of 16 bytes"
         bytes_of = to.data.view(torch.uint8) if to.data.is_contiguous() else to.data
         bytes_of.fill_(255)
 

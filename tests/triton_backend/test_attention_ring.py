@@ -6,11 +6,13 @@ On a GPU these are the checks after which it may leave the trials.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,13 +22,13 @@ from quarrel.ops.kv import KV_TYPES
 from quarrel.triton_backend import run_op
 from quarrel.triton_backend.attention import ring, ring_kernels
 from quarrel.triton_backend.attention.records import Ring
-from quarrel.triton_backend.attention.splits import MOST_SPLITS
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.inputs import item_starts
 from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import Cache
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.launch import launch as really
+from quarrel.triton_backend.runtime.site import Batch
 from tests.poison import check_poison
 from tests.triton_backend import gluon_emulator
 from tests.triton_backend.cases import EVERYTHING, error_of
@@ -58,7 +60,7 @@ SPECS = {
 }
 CASES = [
     *(decode(spec, 3, 300, (16, 32, 64)[i % 3]) for i, spec in enumerate(SPECS.values())),
-    *(decode(spec, 2, 300, (32, 16)[i % 2], ("int8", "fp8", "fp8_e5m2")[i % 3]) for i, spec in enumerate(SPECS.values())),
+    *(decode(spec, 2, 300, (32, 64)[i % 2], ("int8", "fp8", "fp8_e5m2")[i % 3]) for i, spec in enumerate(SPECS.values())),
     *(decode(SPECS["cap"], 1, keys) for keys in (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 448, 449)),
     *(decode(SPECS["heads of 64"], 2, 500, 32, kind) for kind in ("int8", "fp8", "fp8_e5m2")),
     *(decode(SPECS["groups of 7"], 1, 450, 32, kind) for kind in ("int8", "fp8", "fp8_e5m2")),
@@ -220,6 +222,9 @@ def cache_of(dim: int = 128, size: int = 32, kind: str = "plain", dtype: torch.d
         (replace(SPEC, n_heads=8 * 17), cache_of(), {}, "needs up to 16 query heads a key head, got 17"),
         (SPEC, cache_of(size=48), {}, "needs blocks of a power of two of 8 keys or more, got 48"),
         (SPEC, cache_of(size=4), {}, "needs blocks of a power of two of 8 keys or more, got 4"),
+        *((SPEC, cache_of(size=64, kind=kind), {}, None) for kind in ("int8", "fp8", "fp8_e5m2")),
+        (SPEC, cache_of(size=16, kind="int8"), {}, "needs blocks of 32 keys or more in int8, got 16"),
+        (SPEC, cache_of(size=8, kind="fp8"), {}, "needs blocks of 32 keys or more in fp8, got 8"),
         (SPEC, cache_of(), {"compute": "bfloat16"}, "needs a cache in bfloat16, got torch.float16"),
         (SPEC, cache_of(dtype=torch.float32), {"compute": "float32"}, "needs arithmetic of 16 bits, got float32"),
         *((SPEC, cache_of(), {"generation": g}, "needs compute capability 9") for g in (0, 8, 10, 12)),
@@ -234,16 +239,84 @@ def test_what_it_takes(spec: AttentionSpec, cache: Cache, site: Any, reason: str
 
 
 def test_takes_nothing_until_a_gpu_has_checked_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "on", set())
     made = on_hopper(SimpleNamespace(deterministic=False, compute="float16"))
+    monkeypatch.setattr(ring, "INTERPRETED", False)
+    monkeypatch.setattr(trials, "on", set())
+    monkeypatch.setattr(trials, "TRIALS", ("attention-ring",))
     assert ring.declines(made, SPEC, cache_of()) == "no GPU has checked it yet"
+    monkeypatch.setattr(trials, "TRIALS", ())
+    assert ring.declines(made, SPEC, cache_of()) is None
 
 
-def test_takes_few_sequences_of_many_keys() -> None:
-    """By what a captured step knows: sequences and the places for their splits."""
-    assert [ring.serves(1, n) for n in (4, 16, 33, 64)] == [False, False, True, True]
-    assert [ring.serves(4, n) for n in (64, 132)] == [False, True]
-    assert not ring.serves(8, 8 * MOST_SPLITS)
+WINDOW = replace(SPEC, window=4096)
+
+
+@pytest.mark.parametrize(
+    ("specs", "kind", "generation", "want"),
+    [
+        ([SPEC], "int8", 9, range(1, 9)),
+        ([WINDOW, SPEC], "fp8", 9, range(1, 9)),
+        ([SPEC], "plain", 9, range(5, 9)),
+        ([replace(SPEC, window=32768)], "plain", 9, range(5, 9)),
+        ([WINDOW], "int8", 9, range(0)),
+        ([replace(SPEC, head_dim=80)], "plain", 9, range(0)),
+        ([SPEC], "int8", 8, range(0)),
+        ([], "int8", 9, range(0)),
+    ],
+)
+def test_steps_of_models_with_a_layer_for_it_are_told_apart(
+    specs: list[AttentionSpec], kind: str, generation: int, want: range, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trials, "on", {"attention-ring"})
+    monkeypatch.setattr(ring, "INTERPRETED", False)
+    site = on_hopper(SimpleNamespace(deterministic=False, compute="float16"), generation=generation)
+    site.cache = lambda spec: cache_of(spec.head_dim, kind=kind)
+    nodes = [SimpleNamespace(spec=spec, inputs=(None,) * 4 + (spec,)) for spec in specs]
+    assert ring.deep_sequences(site, nodes) == want  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("keys", "codes", "plain"),
+    [
+        ([16384], False, False),
+        ([24575], False, False),
+        ([24576], True, False),
+        ([16384, 40000], True, False),
+        ([16383, 40000], False, False),
+        ([16384] * 4, True, False),
+        ([16384] * 5, True, True),
+        ([20000] * 8, True, True),
+        ([40000] * 7 + [9000], False, False),
+        ([40000] * 9, False, False),
+    ],
+)
+def test_a_step_is_deep_by_its_shortest_sequence(keys: list[int], codes: bool, plain: bool) -> None:
+    lengths = np.array(keys, np.int32)
+    assert [ring.is_deep(lengths, range(n, 9)) for n in (1, 5)] == [codes, plain]
+    assert not ring.is_deep(lengths, range(0))
+
+
+def test_takes_deep_steps_of_layers_that_see_many_keys() -> None:
+    shallow = Batch(1, 1, 1, True, False, 33)
+    deep = replace(shallow, deep=True)
+    assert [ring.serves(batch, spec) for batch in (shallow, deep) for spec in (SPEC, WINDOW)] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("row", "box", "problem"),
+    [
+        (32, 32, None),
+        (16, 16, "byte 64 of shared memory"),
+        (6, 4, "a row of a copy is at, or of, 24 bytes"),
+        (4, 2, "a box's row of a copy is at, or of, 8 bytes"),
+    ],
+)
+def test_copies_begin_where_tma_lets_them(row: int, box: int, problem: str | None) -> None:
+    """Scales of blocks of 16 keys went 64 bytes behind each other: "misaligned address" on an H100."""
+    given = SimpleNamespace(base=torch.zeros(2, row), block_shape=[1, box], layout=SimpleNamespace(swizzle_byte_width=0))
+    to = gluon_emulator.Shared(torch.zeros(4, box), gluon_emulator.Type(torch.float32)).slice(1, 1)
+    with nullcontext() if problem is None else pytest.raises(AssertionError, match=problem):
+        gluon_emulator.Machine().copy(gluon_emulator.Copies(given), [0, 0], gluon_emulator.Barrier(1, 1), to)
 
 
 @pytest.mark.parametrize(

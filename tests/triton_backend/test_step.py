@@ -36,6 +36,7 @@ from quarrel.ops.sample import sample
 from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.ops.windows import by_window
 from quarrel.triton_backend import step as step_module
+from quarrel.triton_backend.attention import ring
 from quarrel.triton_backend.attention.rope import left_to_attention
 from quarrel.triton_backend.backend import TritonBackend, create
 from quarrel.triton_backend.inputs import PROMPTS, InputBuffer, batch_of, padded_prompts
@@ -184,6 +185,21 @@ def test_a_step_keeps_so_many_graphs(step: TritonStep, monkeypatch: pytest.Monke
         step._replay(size, "tokens")
     assert replayed == [16, 32, 48, 16]
     assert [b.T for b, _ in step._graphs] == [48, 16]
+
+
+def test_steps_behind_many_keys_are_told_apart(step: TritonStep, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plan with layers for `attention/ring.py` alone: graphs of other models are not captured twice."""
+    seen: list[bool] = []
+    monkeypatch.setattr(step, "_run", lambda batch, want: seen.append(batch.deep))
+    monkeypatch.setattr(ring, "DEEP", 20)
+    monkeypatch.setattr(ring, "DEEP_ALONE", 30)
+    assert not step._deep
+    for sequences in (step._deep, range(1, 9)):
+        monkeypatch.setattr(step, "_deep", sequences)
+        parts = [(0, 30, 1)], [(0, 25, 1)], [(0, 30, 1), (6, 20, 1)], [(0, 30, 1), (6, 5, 1)], [(0, 30, 1), (6, 20, 2)]
+        for some in parts:
+            step(batch(some), "hidden")
+    assert seen == [False] * 5 + [True, False, True, False, False]
 
 
 def test_layers_with_a_window_have_blocks_of_their_own(backend: TritonBackend, step: TritonStep) -> None:

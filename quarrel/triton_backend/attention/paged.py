@@ -255,7 +255,7 @@ def build_attention(site: Site, node: Node) -> Launch:
         given = {"partial": Partial(part.tensor, top_sum.tensor, arrived.tensor), "q": queries, "rotation": rope}
         given |= {"sequences": sequences(), "item_start": site.tables.item_start.tensor, "seqs": batch.S, "ROTATE": rotate}
         given |= {"EARLY": not batch.prefill}
-        if by_ring is not None and ring.serves(batch.S, batch.items):
+        if by_ring is not None and ring.serves(batch, spec):
             by_ring(batch, given | {n: common[n] for n in ("cache", "score", "COMPUTE")}, output, sinks, form)
             return
         w = warps_for(batch.S, batch.items, spec, cache.block_size, cache.kind) if warps else None

@@ -3,12 +3,13 @@
 It takes the splits of `splits.py`, as `attend_one` does, and a second launch joins them, so nothing on the host depends on
 how many keys a sequence has: a captured step serves all lengths of its bucket.
 
-The form before it, without a producer warp, was right on an H200 and took 35.7 us for 43.3 behind 32,000 keys of Mistral-7B
-(28.9 for 47.9 in int8, 26.6 for 51.4 in fp8). No GPU has run this one (`trials.py`).
+A layer of Mistral-7B on an H100 behind 32,000 keys: 1 sequence 35.5 us for 46.2 in int8, 34.5 for 49.8 in fp8, 53.8 for
+50.8 in 16 bits; 8 sequences 208 for 346, 207 for 384, 367 for 393. Off until its tests have passed on a GPU (`trials.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ import triton
 import triton.language as tl
 
 from quarrel.ops.attention import AttentionSpec
+from quarrel.ops.contract import Array
+from quarrel.ops.program import Node
 from quarrel.triton_backend.attention.decode import combine
 from quarrel.triton_backend.attention.records import Keys, Ring, Shape
 from quarrel.triton_backend.attention.splits import MOST_SPLITS, SEVERAL_SEQS, STEP
@@ -36,8 +39,13 @@ DIMS = (64, 128)
 MOST_GROUP = 16
 MOST_ROWS = 1 << 30
 """Rows of a cache, `blocks * n_kv * block_size`: the number of a row that no cache has."""
-ITEMS_FROM = 17
-"""Splits a sequence from which it takes a step of a few sequences: those of more than 2048 keys, as graphs tell apart."""
+DEEP, DEEP_ALONE, MOST_SEQS = 16384, 24576, 8
+"""Keys from which each of several sequences, and one alone, gains; sequences up to which a step does.
+
+On an H100 in int8 / fp8 / 16 bits, times as fast as the kernels before behind 8192, 16,384 and 32,000 keys: one sequence
+0.75 / 0.80 / 0.85, 0.98 / 1.05 / 0.89 and 1.30 / 1.44 / 0.95; 8 sequences 1.08 / 1.19 / 1.01, 1.55 / 1.73 / 1.14 and 1.66 /
+1.85 / 1.07. 32 and 128 sequences never gain.
+"""
 _SHARED = 113 << 10
 """Of one of two programs to a multiprocessor, which has 228 KB and keeps 1 KB of each."""
 _MOST_STAGES = 6
@@ -49,7 +57,7 @@ _REGISTERS = 128
 
 def declines(site: Site, spec: AttentionSpec, cache: Cache) -> str | None:
     """Why a layer is not for it, or None."""
-    if "attention-ring" not in trials.on:
+    if trials.waits("attention-ring"):
         return "no GPU has checked it yet"
     if kernels is None or INTERPRETED or site.generation != 9:
         return "needs compute capability 9"
@@ -64,15 +72,38 @@ def declines(site: Site, spec: AttentionSpec, cache: Cache) -> str | None:
     size = cache.block_size
     if size & (size - 1) or size < 8:
         return f"needs blocks of a power of two of 8 keys or more, got {size}"
+    if cache.kind != "plain" and size < STEP:
+        # A copy lands at a multiple of 128 bytes, and the scales of a block follow those of the block before it.
+        return f"needs blocks of {STEP} keys or more in {cache.kind}, got {size}"
     if cache.kind == "plain" and cache.k.dtype != DTYPES[site.compute]:
         return f"needs a cache in {site.compute}, got {cache.k.dtype}"
     rows = cache.k.numel() // spec.head_dim
     return None if rows <= MOST_ROWS else f"needs a cache of up to {MOST_ROWS} rows, got {rows}"
 
 
-def serves(seqs: int, items: int) -> bool:
-    """Whether so many sequences and items are for it: a few sequences of many keys, which the numbers of a graph tell."""
-    return seqs < SEVERAL_SEQS and items >= ITEMS_FROM * seqs
+def _all_see(spec: AttentionSpec) -> bool:
+    """Whether queries see as many keys as it takes."""
+    return not 0 < spec.window < DEEP
+
+
+def serves(batch: Batch, spec: AttentionSpec) -> bool:
+    """Whether a layer of this step is for it."""
+    return batch.deep and _all_see(spec)
+
+
+def deep_sequences(site: Site, nodes: Sequence[Node]) -> range:
+    """How many sequences a step may have to be `deep`: none without a layer for it among these of ATTENTION."""
+    caches = [(node.spec, site.cache(node.inputs[4])) for node in nodes]  # type: ignore[arg-type]
+    kinds = {cache.kind for spec, cache in caches if _all_see(spec) and declines(site, spec, cache) is None}
+    if not kinds:
+        return range(0)
+    return range(SEVERAL_SEQS if kinds == {"plain"} else 1, MOST_SEQS + 1)
+
+
+def is_deep(kv_len: Array, sequences: range) -> bool:
+    """Whether each sequence of a step has as many keys as it takes, if they are as many as `deep_sequences` says."""
+    count = len(kv_len)
+    return count in sequences and int(kv_len.min()) >= (DEEP_ALONE if count == 1 else DEEP)
 
 
 def form(dim: int, bits: int, codes: bool) -> Ring:

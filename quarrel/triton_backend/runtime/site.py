@@ -46,6 +46,8 @@ class Batch:
     """Tokens of the longest image, in a tower's step."""
     adjusts: bool = False
     """Rows lay biases, penalties or masks on tokens (`sampling/adjust.py`)."""
+    deep: bool = False
+    """Few sequences, each with one new token behind many keys, where a layer is for `attention/ring.py`."""
 
     def count(self, dim: str) -> int:
         """The size of a free axis."""

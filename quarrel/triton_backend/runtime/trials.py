@@ -12,3 +12,8 @@ from quarrel.env import TRIALS, read_environment
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 
 on = set(TRIALS if INTERPRETED else read_environment().trials)
+
+
+def waits(name: str) -> bool:
+    """Whether this way is still a trial, and off."""
+    return name in TRIALS and name not in on
