@@ -44,7 +44,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quarrel.env import TRIALS
 from quarrel.gguf import GGMLType
-from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec, gated, plain
+from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec, cap, gated, plain
 from quarrel.ops.adjust import ADJUST, AdjustSpec
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, AttentionSpec, KVAppendSpec, RopeAppendSpec
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param, StateRef, Value, WeightRef
@@ -68,6 +68,7 @@ from quarrel.ops.linear import (
     add,
     linear,
     linear_add,
+    norm_gate_up,
 )
 from quarrel.ops.logprobs import LOGPROBS, MOST_LOGPROBS, LogprobsSpec
 from quarrel.ops.lora import CHOSEN_LINEAR, ChosenLinearSpec
@@ -537,6 +538,30 @@ def encoder_block(kind: Any) -> Program:
     return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
 
 
+def sandwich_block(width: int, factor: float, pre: bool) -> Program:
+    """A norm added to the stream, and what reads it: maps behind a norm, or a map of the stream itself."""
+    b, spec = Builder(), NormSpec("rms", width, 1e-6)
+
+    def ref(name: str, rows: int, k: int, type: GGMLType = GGMLType.Q8_0) -> WeightRef:
+        return WeightRef(name, type, rows, k)
+
+    gain, second = (ref(name, 1, width, GGMLType.F32) for name in ("gain", "second"))
+    h = embedding(b, b.input("ids"), ref("embd", 64, width))
+    h = add(b, h, norm(b, spec, linear(b, h, ref("down", width, width)), gain))
+    h = cap(b, h, factor, 0.0) if factor != 1.0 else h
+    if pre:
+        gate, up = (ref(name, 1024, width) for name in ("gate", "up"))
+        y = norm_gate_up(b, spec, h, [second], (gate, None), (up, None), "gelu_tanh")
+    else:
+        y = linear(b, h, ref("one", 1024, width))
+    h = linear_add(b, h, y, ref("out", width, 1024))
+    return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+
+
+SANDWICHES = ((256, 1.0, True), (2560, 0.5, True), (2560, 1.0, False), (5376, 1.0, True))
+"""Width, factor, and whether a norm follows."""
+
+
 def record_block(program: Program, compute: Compute, generation: int) -> Iterator[Variant]:
     """The kernels of its steps of one row and of some."""
     seen: list[Variant] = []
@@ -569,7 +594,13 @@ def variants(
     generation = TARGETS[target][0] // 10
     alone = (v for c, op, spec in asked for v in record(op, spec, c, generation, mode))
     programs = (
-        [] if mode.deterministic else [*(expert_block(*b) for b in EXPERT_BLOCKS), *map(encoder_block, ("layer", "rms"))]
+        []
+        if mode.deterministic
+        else [
+            *(expert_block(*b) for b in EXPERT_BLOCKS),
+            *map(encoder_block, ("layer", "rms")),
+            *(sandwich_block(*s) for s in SANDWICHES),
+        ]
     )
     together = (v for c in computes for program in programs for v in record_block(program, c, generation))
     return list(dict.fromkeys((*alone, *together)))

@@ -3,6 +3,8 @@
     router    a float32 linear map and the choice of experts from its logits: one launch; for several rows, two better ones
     shared    up (and gate) of a shared expert with the activation: one launch, as for an expert that is always chosen;
               gate and up of several rows likewise, as in a dense layer
+    normed    a norm added to the stream, with the layer's scale if there is one: one launch, of any rows; of one row with
+              the norm that follows it, as matvecs read that
     stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that; of any rows
     experts   of one row with a shared one: two launches for both of the above and the chosen experts (`experts/shared.py`);
               of a few rows, the shared one among those that are chosen (`experts/joined.py`)
@@ -17,17 +19,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from quarrel.gguf import GGMLType
-from quarrel.ops.activation import GATED, PLAIN
+from quarrel.ops.activation import CAP, GATED, PLAIN
 from quarrel.ops.contract import Compute, Value
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertUpSpec
 from quarrel.ops.norm import NORM
 from quarrel.ops.program import Node
+from quarrel.triton_backend.elementwise.norm_add import NormAdd
 from quarrel.triton_backend.experts import joined, route
 from quarrel.triton_backend.experts import matvec as expert_matvec
 from quarrel.triton_backend.experts.experts import ExpertLaunch
 from quarrel.triton_backend.experts.joined import Joined
 from quarrel.triton_backend.experts.shared import WithShared, build_down, build_up
+from quarrel.triton_backend.formats import int8x2
 from quarrel.triton_backend.formats.table import has_matvec
 from quarrel.triton_backend.linear import matvec
 from quarrel.triton_backend.linear.maps import UNLIMITED
@@ -89,6 +93,7 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = 
             found += [_shared(nodes, i, makers), _shared_rows(nodes, i, makers)]
         elif node.op is ADD:
             found += [_with_shared(nodes, i, source), _stream(nodes, i, source)]
+            found += _normed(nodes, i, source, readers, kept, compute)
     fusions = [f for f in found if f is not None]
     chosen = (_chosen(nodes, i, fusions, source, maker, readers, kept) for i, n in enumerate(nodes) if n.op is ROUTE)
     fusions += [f for f in chosen if f is not None]
@@ -229,7 +234,8 @@ def _shared_rows(nodes: Sequence[Node], i: int, makers: Sequence[int | None]) ->
     if nodes[i].spec.activation not in matvec.ACTIVATIONS or len(maps) != 2:
         return None
     parts: dict[int, Build | None] = dict.fromkeys(m for m in makers if m is not None)
-    return Fusion(parts | {i: lambda site, _: matvec.build_gate_and_up(site, maps, nodes[i])}, BATCH)
+    least = 2 if has_matvec(maps[0].spec.type, maps[0].spec.k) else 1  # matvecs of one row may find x as int8x2 only
+    return Fusion(parts | {i: lambda site, _: matvec.build_gate_and_up(site, maps, nodes[i])}, BATCH, least)
 
 
 def _alike(nodes: Sequence[Node], makers: Sequence[int | None]) -> list[Node]:
@@ -364,6 +370,36 @@ def _stream(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | No
         },
         UNLIMITED,
     )
+
+
+def _normed(
+    nodes: Sequence[Node],
+    i: int,
+    source: Callable[[int, int], int | None],
+    readers: Mapping[int, Sequence[int]],
+    kept: set[int],
+    compute: Compute,
+) -> list[Fusion]:
+    """ADD of a stream and a norm, with the factor behind it; and that of one row with the maps that begin with a norm of
+    it."""
+    norm, (out,) = source(i, 1), nodes[i].outputs
+    if norm is None or nodes[norm].op is not NORM or nodes[i].inputs[0] == nodes[i].inputs[1]:
+        return []
+    last, by = i, readers.get(out.id, ())
+    if len(by) == 1 and out.id not in kept and nodes[by[0]].op is CAP and nodes[by[0]].spec.cap == 0.0:
+        (last,) = by
+        (out,) = nodes[last].outputs
+    made = NormAdd(nodes[norm], nodes[i], nodes[last] if last != i else None)
+    parts: dict[int, Build | None] = dict.fromkeys((norm, i))
+    found = [Fusion(parts | {last: lambda site, _: made.build(site)}, UNLIMITED)]
+    onward = min(readers.get(out.id, ()), default=None)
+    build = None if onward is None or nodes[onward].inputs[0] != out else matvec.row_builder(nodes[onward])
+    rounded = out.id in int8x2.readers([nodes[r] for r in readers.get(out.id, ())], compute)[0]
+    if onward is None or build is None or rounded or out.id in kept or out.dims[0] != "T" or not made.fits_a_row():
+        return found
+    norm_spec, gain = nodes[onward].spec.norm, nodes[onward].inputs[1]
+    parts |= {last: None, onward: lambda site, _: build(site, made.row(site, norm_spec, gain))}  # type: ignore[arg-type]
+    return [*found, Fusion(parts)]
 
 
 def _onto(down: Node, out: Value, stream: Value, scale: float) -> Build:

@@ -17,6 +17,7 @@ from quarrel.triton_backend.runtime.site import Batch
 _KERNELS: Mapping[str, Phase] = {
     "norm_rows": "norm",
     "norm_int8x2_rows": "norm",
+    "norm_add_int8x2": "norm",
     "post_norm_rows": "norm",
     "gated_norm_rows": "norm",
     "conv_rows": "convolution",

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 
 from quarrel.gguf import GGMLType
-from quarrel.ops.activation import GatedSpec, gated, plain
+from quarrel.ops.activation import CAP, GatedSpec, cap, gated, plain
 from quarrel.ops.contract import WeightRef, rel_error
 from quarrel.ops.embedding import embedding, gather_rows
-from quarrel.ops.linear import add, linear, linear_add
+from quarrel.ops.linear import ADD, add, linear, linear_add, norm_gate_up
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec, Gate, RouteSpec, expert_down, expert_up, route
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
@@ -176,3 +177,87 @@ def test_lifetimes_reach_the_last_node() -> None:
         for i in fusion.parts:
             assert all(until[v.id] >= fusion.last for v in made.nodes[i].inputs if hasattr(v, "dims"))
     assert np.all(np.array(list(until.values())) < len(made.nodes))
+
+
+def sandwich(kind: Literal["rms", "layer"], after: str, factor: float, keeps: bool = False) -> Program:
+    """Norm behind a map, added to the stream, twice; what reads the stream is `after`."""
+    b, n = Builder(), 96
+
+    def gains(name: str) -> list[WeightRef]:
+        return [ref(name + part, GGMLType.F32, 1, n) for part in ("gain", "bias")[: 2 if kind == "layer" else 1]]
+
+    h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, n))
+    for half in ("a", "b"):
+        maps = [ref(half + name, GGMLType.Q4_0, 64, n) for name in ("gate", "up")]
+        if after == "maps":
+            pre, gain = NormSpec("rms", n, 1e-6), ref(half + "pre", GGMLType.F32, 1, n)
+            x = norm_gate_up(b, pre, h, [gain], (maps[0], None), (maps[1], None), "gelu_tanh")
+        else:
+            x = gated(b, GatedSpec("silu", 64), linear(b, h, maps[0]), linear(b, h, maps[1]))
+        y = linear(b, x, ref(half + "down", GGMLType.Q8_0, n, 64))
+        h = first = add(b, h, norm(b, NormSpec(kind, n, 1e-5), y, *gains(half)), 0.5)
+        if factor != 1.0:
+            h = cap(b, h, factor, 0.0)
+    last = NormSpec("rms", n, 1e-5, out="f32")
+    hidden = norm(b, last, gather_rows(b, h, b.input("out_rows")), ref("gain", GGMLType.F32, 1, n))
+    return b.program(hidden=hidden, **({"stream": first} if keeps else {}))
+
+
+def launches(step: TritonStep) -> list[str]:
+    """Kernels that run from here on."""
+    names, really = [], step._plan.launch
+
+    def launch(kernel: Any, *args: Any, **told: Any) -> None:
+        names.append(kernel.__name__)
+        really(kernel, *args, **told)
+
+    step._plan.launch = launch
+    return names
+
+
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("after", ["maps", "stream"])
+@pytest.mark.parametrize("factor", [1.0, 0.75])
+def test_a_norm_added_to_the_stream_is_one_launch_with_the_same_bits(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, kind: Literal["rms", "layer"], after: str, factor: float
+) -> None:
+    made, outputs, names = sandwich(kind, after, factor), [], []
+    reference = Reference(made)
+    for normed in (True, False):
+        if not normed:
+            monkeypatch.setattr(fuse, "_normed", lambda *_: [])
+        step = backend.compile(made, Weights(), LIMITS, "float16")
+        assert isinstance(step, TritonStep)
+        ran = launches(step)
+        for tokens in (1, 5):
+            inputs = batch([(0, 0, tokens)], rows=list(range(tokens)), seed=3)
+            ran.clear()
+            outputs.append(step(inputs, "hidden").hidden)
+            names.append(Counter(ran))
+            assert rel_error(outputs[-1], reference(inputs)["hidden"]) <= 5e-3  # type: ignore[arg-type]
+        step.close()
+    one, five, one_alone, five_alone = names
+    assert np.array_equal(outputs[0], outputs[2])
+    assert np.array_equal(outputs[1], outputs[3])
+    # Of two norms, two sums and their factors, two launches are left.
+    assert five_alone - five == {"add_flat": 2, **({} if factor == 1.0 else {"cap_flat": 2})}
+    assert not five - five_alone
+    if kind == "layer":
+        assert one_alone - one == five_alone - five
+        return
+    # The second half's maps, or their rounding, begin with what the first half has left.
+    assert one["norm_add_int8x2"] == 1
+    gone = {"norm_rows": 1, "add_flat": 2, **({} if factor == 1.0 else {"cap_flat": 2})}
+    assert one_alone - one == {**gone, **({"norm_int8x2_rows": 1} if after == "maps" else {"int8x2_rows": 1})}
+
+
+def test_a_sum_that_is_a_result_is_written_before_its_factor() -> None:
+    made = sandwich("rms", "maps", 0.75, keeps=True)
+    kept = {v.id for v in made.outputs.values()}
+    found = [f for f in fuse.find(made.nodes, "float16", kept) if made.nodes[f.last].op in (ADD, CAP)]
+    assert [made.nodes[f.last].op.name for f in found] == ["cap", "add"]
+
+
+def test_programs_of_float32_add_norms_by_themselves() -> None:
+    made = sandwich("rms", "maps", 1.0)
+    assert not fuse.find(made.nodes, "float32", set())

@@ -7,12 +7,14 @@ write; the second and third walk hit the cache. R and C follow from k alone, so 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
 from quarrel.ops.activation import LARGEST, LargestSpec
+from quarrel.ops.contract import Value
 from quarrel.ops.norm import NORM, NormSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
@@ -28,10 +30,22 @@ _MOST_ARRANGED = 16384
 _TILE = 4096  # elements of a program's tile: 32 a thread at 4 warps
 
 
+@dataclass(frozen=True)
+class Onto:
+    """Where a norm's result is added instead of being kept: out = factor * (stream + scale * norm)."""
+
+    stream: Value
+    out: Value
+    scale: float = 1.0
+    factor: float = 1.0
+
+
 @triton.jit(do_not_specialize=["runs"])
 def norm_rows(
-    y, x, gain, bias, runs, K, eps, LAYER: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr
+    y, x, gain, bias, stream, rounded, runs, K, eps, scale, factor, LAYER: tl.constexpr, ADDS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """With ADDS, y = factor * (stream + scale * norm), of the norm as it is in the type of `rounded`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -44,12 +58,16 @@ def norm_rows(
         at = column[None, :]
         ok = run_ok & (at < K)
         value = tl.load(p_x + at, mask=ok, other=0.0).to(tl.float32)
+        if ADDS:
+            left = tl.load(stream + run[:, None] * K + at, mask=ok, other=0.0)
         if LAYER:
             value = tl.where(ok, value - tl.sum(value, 1)[:, None] / K, 0.0)
-        scale = 1.0 / tl.sqrt(tl.sum(value * value, 1)[:, None] / K + eps)
-        value = value * scale * tl.load(gain + at, mask=at < K, other=0.0)
+        by = 1.0 / tl.sqrt(tl.sum(value * value, 1)[:, None] / K + eps)
+        value = value * by * tl.load(gain + at, mask=at < K, other=0.0)
         if LAYER:
             value += tl.load(bias + at, mask=at < K, other=0.0)
+        if ADDS:
+            value = added(left, value, rounded, scale, factor)
         tl.store(y + run[:, None] * K + at, value.to(y.dtype.element_ty), mask=ok)
         return
     mean = tl.zeros([R, 1], tl.float32)
@@ -65,15 +83,24 @@ def norm_rows(
         ok = run_ok & (at < K)
         centred = tl.load(p_x + at, mask=ok, other=0.0).to(tl.float32) - mean
         square += tl.where(ok, centred * centred, 0.0)
-    scale = 1.0 / tl.sqrt(tl.sum(square, 1)[:, None] / K + eps)
+    by = 1.0 / tl.sqrt(tl.sum(square, 1)[:, None] / K + eps)
     for start in range(0, K, C):
         at = (start + column)[None, :]
         ok = run_ok & (at < K)
-        value = (tl.load(p_x + at, mask=ok, other=0.0).to(tl.float32) - mean) * scale
+        value = (tl.load(p_x + at, mask=ok, other=0.0).to(tl.float32) - mean) * by
         value = value * tl.load(gain + at, mask=at < K, other=0.0)
         if LAYER:
             value += tl.load(bias + at, mask=at < K, other=0.0)
+        if ADDS:
+            left = tl.load(stream + run[:, None] * K + at, mask=ok, other=0.0)
+            value = added(left, value, rounded, scale, factor)
         tl.store(y + run[:, None] * K + at, value.to(y.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def added(left, value, rounded, scale, factor):
+    """factor * (left + scale * value), as two launches more would compute it, the value rounded to a type between."""
+    return (left + scale * value.to(rounded.dtype.element_ty).to(tl.float32)) * factor
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -167,11 +194,13 @@ def gated_norm(site: Site, spec: GatedNormSpec, rows: int, out: Slot, y: Slot, z
     )  # fmt: skip
 
 
-def build_norm(site: Site, node: Node) -> Launch:
+def build_norm(site: Site, node: Node, onto: Onto | None = None) -> Launch:
     """NORM: x `[T, groups * k]` float32 or the compute type, gain and bias `[k]` float32."""
     spec: NormSpec = node.spec
     x, *gains = node.inputs
-    source, target = site.slot(x), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    source, rounded = site.slot(x), site.slot(node.outputs[0])  # type: ignore[arg-type]
+    stream, target = (rounded, rounded) if onto is None else (site.slot(onto.stream), site.slot(onto.out))
+    scale, factor = (1.0, 1.0) if onto is None else (onto.scale, onto.factor)
     vectors = [site.vector(g) for g in gains]  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
     columns, runs_each = _shape(spec.k)
@@ -180,9 +209,9 @@ def build_norm(site: Site, node: Node) -> Launch:
         runs = batch.count(axis) * spec.groups
         site.launch(
             norm_rows, (cdiv(runs, runs_each),),
-            target.tensor, source.tensor, vectors[0], vectors[-1], runs, spec.k, spec.eps,
-            LAYER=spec.kind == "layer", R=runs_each, C=columns, warps=8 if columns > 2048 else 4,
-            early=starts_early(site),
+            target.tensor, source.tensor, vectors[0], vectors[-1], stream.tensor, rounded.tensor, runs, spec.k, spec.eps,
+            scale, factor, LAYER=spec.kind == "layer", ADDS=onto is not None, R=runs_each, C=columns,
+            warps=8 if columns > 2048 else 4, early=starts_early(site),
         )  # fmt: skip
 
     return run

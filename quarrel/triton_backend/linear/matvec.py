@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,8 @@ _BLOCKS = 16
 MAX_NORM = 16384
 """A norm of one row is one program."""
 ACTIVATIONS = ("silu", "gelu_tanh")
+Fill = Callable[[torch.Tensor], None]
+"""Launches what leaves the normalised row that maps read, as int8x2, in a tensor."""
 
 
 def takes(site: Site, lin: LinearSpec) -> bool:
@@ -167,12 +169,16 @@ def build_gate_and_up(site: Site, maps: Sequence[Node], activation: Node) -> Lau
     return ByRows(site, made, WITHOUT_COPIES)
 
 
-def _normed(site: Site, spec: NormSpec, inputs: Sequence[Any], formats: Sequence[str]) -> tuple[Row, Launch]:
-    """The norm of one row as these formats read it, in one launch."""
+def _normed(
+    site: Site, spec: NormSpec, inputs: Sequence[Any], formats: Sequence[str], fill: Fill | None = None
+) -> tuple[Row, Launch]:
+    """The norm of one row as these formats read it, in one launch: `fill`, or that of the norm alone."""
     source, gain = site.slot(inputs[0]), site.vector(inputs[1])
     int8x2, plain = any(f in INTEGERS for f in formats), any(f in FLOATS for f in formats)
     to = site.scratch("one", words(spec.k), torch.int32)
     y = site.scratch("one", spec.k, DTYPES[site.compute])
+    if fill is not None:
+        return Row(y, to), lambda batch: fill(to.tensor)
 
     def run(batch: Batch) -> None:
         norm_row(site, spec, source.tensor, gain, to.tensor if int8x2 else None, y.tensor if plain else None)
@@ -191,6 +197,19 @@ def norm_row(
     )  # fmt: skip
 
 
+def row_builder(node: Node) -> Callable[[Site, Fill], Launch] | None:
+    """How a node is built for one row whose norm, which it begins with, somebody leaves as int8x2: if all its maps read it
+    so."""
+    if node.op is NORM_LINEAR:
+        linears, build = node.spec.linears, norm_linear_row
+    elif node.op is NORM_GATE_UP:
+        linears, build = (node.spec.gate, node.spec.up), norm_gate_up_row
+    else:
+        return None
+    fits = can_norm(node.spec.norm) and all(lin.type.name in INTEGERS and has_matvec(lin.type, lin.k) for lin in linears)
+    return (lambda site, fill: build(site, node, fill)) if fits else None
+
+
 def can_norm(spec: NormSpec) -> bool:
     """Whether `norm_row` does it."""
     return spec.kind == "rms" and spec.groups == 1 and spec.k % 32 == 0 and spec.k <= MAX_NORM
@@ -202,6 +221,12 @@ def build_norm_linear(site: Site, node: Node) -> Launch:
     several = maps_of(site, node)
     if not can_norm(spec.norm) or not all(takes(site, lin) for lin in spec.linears):
         return ByRows(site, several)
+    return ByRows(site, replace(several, matvec=norm_linear_row(site, node)))
+
+
+def norm_linear_row(site: Site, node: Node, fill: Fill | None = None) -> Launch:
+    """NORM_LINEAR of one row."""
+    spec: NormLinearSpec = node.spec
     taken = len(norm_params(spec.norm))
     rest: list[Any] = list(node.inputs[taken:])
     maps = []
@@ -210,7 +235,7 @@ def build_norm_linear(site: Site, node: Node) -> Launch:
         maps.append(_map(site, rest[:count]))
         del rest[:count]
     ys = [site.slot(v) for v in node.outputs]
-    row, normed = _normed(site, spec.norm, node.inputs, [m.weight.format for m in maps])
+    row, normed = _normed(site, spec.norm, node.inputs, [m.weight.format for m in maps], fill)
     # One launch has either biases throughout or none.
     groups = [
         chosen[i : i + 3]
@@ -227,7 +252,7 @@ def build_norm_linear(site: Site, node: Node) -> Launch:
             else:
                 _three(site, [maps[j] for j in group], row, [ys[j] for j in group])
 
-    return ByRows(site, replace(several, matvec=one_row))
+    return one_row
 
 
 def build_norm_gate_up(site: Site, node: Node) -> Launch:
@@ -236,6 +261,12 @@ def build_norm_gate_up(site: Site, node: Node) -> Launch:
     several = maps_of(site, node)
     if not can_norm(spec.norm) or not takes(site, spec.gate):
         return ByRows(site, several)
+    return ByRows(site, replace(several, matvec=norm_gate_up_row(site, node)))
+
+
+def norm_gate_up_row(site: Site, node: Node, fill: Fill | None = None) -> Launch:
+    """NORM_GATE_UP of one row."""
+    spec: NormGateUpSpec = node.spec
     taken = len(norm_params(spec.norm))
     count = len(linear_params(spec.gate)) - 1
     rest: Any = node.inputs[taken:]
@@ -245,7 +276,11 @@ def build_norm_gate_up(site: Site, node: Node) -> Launch:
     y = site.slot(target)
     int8x2, _ = site.int8x2_target(target)
     walk = walk_for(w.format, w.n, w.k)
-    go = _gate_up(site, spec, node, gate, up, y) if walk is None else _walk_gate_up(site, spec, node, walk, gate, up, y)
+    if walk is None:
+        go = _gate_up(site, spec, node, gate, up, y, fill)
+    else:
+        assert fill is None, "programs that walk compute the norm"
+        go = _walk_gate_up(site, spec, node, walk, gate, up, y)
 
     def one_row(batch: Batch) -> None:
         go(batch)
@@ -253,13 +288,13 @@ def build_norm_gate_up(site: Site, node: Node) -> Launch:
             grid = (1, cdiv(w.n // 32, _BLOCKS))
             site.launch(int8x2_rows, grid, int8x2, y.tensor, K=w.n, B=_BLOCKS, early=starts_early(site))
 
-    return ByRows(site, replace(several, matvec=one_row))
+    return one_row
 
 
-def _gate_up(site: Site, spec: NormGateUpSpec, node: Node, gate: Map, up: Map, y: Slot) -> Launch:
+def _gate_up(site: Site, spec: NormGateUpSpec, node: Node, gate: Map, up: Map, y: Slot, fill: Fill | None = None) -> Launch:
     w = gate.weight
     tile = gate_tile_for(w.format, w.n, w.k)
-    row, normed = _normed(site, spec.norm, node.inputs, [w.format])
+    row, normed = _normed(site, spec.norm, node.inputs, [w.format], fill)
 
     def run(batch: Batch) -> None:
         normed(batch)
