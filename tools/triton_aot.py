@@ -539,7 +539,8 @@ def encoder_block(kind: Any) -> Program:
 
 
 def sandwich_block(width: int, factor: float, pre: bool) -> Program:
-    """A norm added to the stream, and what reads it: maps behind a norm, or a map of the stream itself."""
+    """A norm added to the stream, and what reads it: maps behind a norm, or a map of the stream itself that is the gate of
+    columns."""
     b, spec = Builder(), NormSpec("rms", width, 1e-6)
 
     def ref(name: str, rows: int, k: int, type: GGMLType = GGMLType.Q8_0) -> WeightRef:
@@ -553,8 +554,8 @@ def sandwich_block(width: int, factor: float, pre: bool) -> Program:
         gate, up = (ref(name, 1024, width) for name in ("gate", "up"))
         y = norm_gate_up(b, spec, h, [second], (gate, None), (up, None), "gelu_tanh")
     else:
-        y = linear(b, h, ref("one", 1024, width))
-    h = linear_add(b, h, y, ref("out", width, 1024))
+        y = gated(b, GatedSpec("gelu_tanh", 256, width=width, start=256), linear(b, h, ref("one", 256, width)), h)
+    h = linear_add(b, h, y, ref("out", width, 1024 if pre else 256))
     return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
 
 

@@ -192,6 +192,8 @@ def sandwich(kind: Literal["rms", "layer"], after: str, factor: float, keeps: bo
         if after == "maps":
             pre, gain = NormSpec("rms", n, 1e-6), ref(half + "pre", GGMLType.F32, 1, n)
             x = norm_gate_up(b, pre, h, [gain], (maps[0], None), (maps[1], None), "gelu_tanh")
+        elif after == "columns":
+            x = gated(b, GatedSpec("gelu_tanh", 64, width=n, start=24), linear(b, h, maps[0]), h)
         else:
             x = gated(b, GatedSpec("silu", 64), linear(b, h, maps[0]), linear(b, h, maps[1]))
         y = linear(b, x, ref(half + "down", GGMLType.Q8_0, n, 64))
@@ -216,7 +218,7 @@ def launches(step: TritonStep) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("after", ["maps", "stream"])
+@pytest.mark.parametrize("after", ["maps", "stream", "columns"])
 @pytest.mark.parametrize("factor", [1.0, 0.75])
 def test_a_norm_added_to_the_stream_is_one_launch_with_the_same_bits(
     backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, kind: Literal["rms", "layer"], after: str, factor: float
@@ -245,6 +247,8 @@ def test_a_norm_added_to_the_stream_is_one_launch_with_the_same_bits(
     if kind == "layer":
         assert one_alone - one == five_alone - five
         return
+    if after == "columns":  # both are rounded where they are made, and the first half's stream by itself
+        assert (one["gated_columns_int8x2"], one["int8x2_rows"], five["gated_columns"]) == (2, 1, 2)
     # The second half's maps, or their rounding, begin with what the first half has left.
     assert one["norm_add_int8x2"] == 1
     gone = {"norm_rows": 1, "add_flat": 2, **({} if factor == 1.0 else {"cap_flat": 2})}

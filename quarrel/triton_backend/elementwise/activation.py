@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -17,10 +18,13 @@ from quarrel.ops.linear import ADD
 from quarrel.ops.position import BY_POSITION, ByPositionSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.formats.int8x2 import store_int8x2
 from quarrel.triton_backend.runtime.launch import cdiv
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
 
 BLOCK = 1024
+BLOCKS = 8
+"""Of 32 columns, that a program rounds."""
 
 
 @triton.jit
@@ -109,6 +113,26 @@ def gated_columns(
 
 
 @triton.jit
+def gated_columns_int8x2(
+    to, y, gate, up, N: tl.constexpr, START: tl.constexpr, KIND: tl.constexpr, B: tl.constexpr, PLAIN: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """`gated_columns` of one row as int8x2 into `to`, and with PLAIN into y; B blocks of 32 columns to a program."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    block = tl.program_id(0) * B + tl.arange(0, B)
+    ok = block < N // 32
+    at = block[:, None, None] * 32 + tl.arange(0, 2)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
+    g = tl.load(gate + at, mask=ok[:, None, None], other=0.0).to(tl.float32)
+    u = tl.load(up + START + at, mask=ok[:, None, None], other=0.0).to(tl.float32)
+    value = (activate(g, KIND) * u).to(y.dtype.element_ty)
+    if PLAIN:
+        tl.store(y + at, value, mask=ok[:, None, None])
+    store_int8x2(to, value.to(tl.float32), block, ok, N)
+
+
+@triton.jit
 def plain_flat(y, x, size, KIND: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -191,8 +215,26 @@ def build_gated(site: Site, node: Node) -> Launch:
     spec: GatedSpec = node.spec
     if spec.up_width != spec.n:
         columns = {"WIDTH": spec.width, "START": spec.start}
-        return _build(gated_columns, site, node, spec.n, **columns, KIND=spec.activation, PER_ROW=spec.per_row)
+        many = _build(gated_columns, site, node, spec.n, **columns, KIND=spec.activation, PER_ROW=spec.per_row)
+        # Nothing that a step of one row fuses has only some columns of up.
+        to, plain = (None, True) if spec.per_row or spec.n % 32 else site.int8x2_target(node.outputs[0])
+        return many if to is None else _columns_or_int8x2(site, node, to, plain, many)
     return _build(gated_flat, site, node, KIND=spec.activation, SHARE=spec.n if spec.per_row else 1)
+
+
+def _columns_or_int8x2(site: Site, node: Node, to: torch.Tensor, plain: bool, many: Launch) -> Launch:
+    """GATED with some columns of up: one row as int8x2, for the matvecs that read it."""
+    spec: GatedSpec = node.spec
+    gate, up, y = (site.slot(v) for v in (*node.inputs, node.outputs[0]))  # type: ignore[arg-type]
+    axis, _ = dims(node.outputs[0])
+
+    def one_row() -> None:
+        site.launch(
+            gated_columns_int8x2, (cdiv(spec.n // 32, BLOCKS),), to, y.tensor, gate.tensor, up.tensor, N=spec.n,
+            START=spec.start, KIND=spec.activation, B=BLOCKS, PLAIN=plain, early=starts_early(site),
+        )  # fmt: skip
+
+    return lambda batch: one_row() if batch.count(axis) == 1 else many(batch)
 
 
 def build_add(site: Site, node: Node) -> Launch:
