@@ -110,6 +110,7 @@ kernel here and another there by version and target. A kernel that outgrows its 
 TOKENS = (1, 8, 16, 32, 64, 128, 512, 1024)
 MANY = tuple(Batch(n, n, n, True, False, items) for n, items in ((1, 64), (8, 8), (64, 64), (64, 1024), (128, 128)))
 """Steps of many keys or many sequences, one token each."""
+DEEP = Batch(1, 1, 1, True, False, 64, deep=True)
 WHOLE = Batch(512, 1, 1, False, True, 1, ((0, 0, 512),))
 """A prompt that cuDNN would take."""
 MEASURED = {"attend_latent_many": 960, "attend_latent_one": 112, "attend_fixed_many": 96}
@@ -308,7 +309,7 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
         decoded_bytes=mode.float8 << 40,
         cudnn_from=0 if mode.deterministic else WHOLE.T,
     )  # type: ignore[arg-type]
-    for batch in (*(Batch(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), *MANY, WHOLE):
+    for batch in (*(Batch(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), *MANY, DEEP, WHOLE):
         for go in plan.launches:
             go(replace(batch, adjusts=True))
     yield from seen

@@ -21,6 +21,7 @@ from quarrel.ops.program import Program
 from quarrel.triton_backend import fuse
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.experts import route as router
+from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.step import TritonStep
 from tests.triton_backend.test_step import LIMITS, VOCAB, Reference, Weights, batch
 
@@ -158,7 +159,8 @@ def test_several_rows_group_once_and_add_where_they_sum(backend: TritonBackend) 
     assert isinstance(step, TritonStep)
     names = launched(step, 5)
     step.close()
-    assert names.count("group_pairs") == names.count("mix_pairs") == 1
+    assert names.count("group_pairs") == INTERPRETED  # a GPU's ring has them in the order of experts already
+    assert names.count("mix_pairs") == 1
     assert not {"add_flat", "gated_flat"} & set(names)
 
 

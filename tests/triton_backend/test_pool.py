@@ -27,6 +27,7 @@ from quarrel.triton_backend.experts.host import pools_of
 from quarrel.triton_backend.experts.pool import Pool
 from quarrel.triton_backend.formats.table import NATIVE
 from quarrel.triton_backend.runtime.arrays import Packed
+from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.site import Batch
 from quarrel.triton_backend.step import TritonStep
 from tests.paths import need_cases
@@ -178,7 +179,7 @@ def test_many_rows_take_whole_layers_to_the_device(backend: TritonBackend, host:
     few, many = (error(step, reference, tokens, 3) for tokens in (2, 3))
     assert many < 1e-3
     assert few <= TOLERANCE["float16"]  # the host's 8 bits
-    assert pool.chosen == 2 * USED * LAYERS
+    assert pool.chosen == (2 * USED * LAYERS if INTERPRETED else 0)  # a GPU pads two tokens of a prompt to 16
     step.close()
 
 
