@@ -40,8 +40,8 @@ MAGNITUDES, SIGNS = (9, 6, 3, 0), (15, 12, 14, 13)
 
 def fours_apart(words: mx.array) -> mx.array:
     """What `fours` made, as codes again."""
-    halves = mx.contiguous(words).view(U16)[..., None]
-    codes = (halves >> mx.array(MAGNITUDES, U16) & 7) | (halves >> mx.array(SIGNS, U16) & 1) << 3
+    shorts = mx.contiguous(words).view(U16)[..., None]
+    codes = (shorts >> mx.array(MAGNITUDES, U16) & 7) | (shorts >> mx.array(SIGNS, U16) & 1) << 3
     return codes.astype(U8).reshape(*words.shape[:-1], 32)[..., mx.array(np.argsort(_FOURS))]
 
 
