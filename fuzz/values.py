@@ -71,10 +71,10 @@ def check(backend: Backend, op: Op, case: Case, compute: ComputeChoice, twist: T
         found = errors(op, case.spec, got, want, case)
     else:
         found = {str(i): _error(g, w, FLOOR[resolved]) for i, (g, w) in enumerate(zip(arrays_of(got), arrays_of(want)))}
-    few = min((a.size for a in arrays_of(want) if a.size), default=1)
-    # The tolerance is for the RMS of many values; the rounding of few scatters around it.
-    allowed = op.tolerance[resolved] * (1 + 3 / math.sqrt(few))
-    for i, (name, error) in enumerate(found.items()):
+    sizes = [max(1, a.size) for a in arrays_of(want)]
+    for i, ((name, error), size) in enumerate(zip(found.items(), sizes, strict=True)):
+        # The tolerance is for the RMS of many values; the rounding of few scatters around it.
+        allowed = op.tolerance[resolved] * (1 + 3 / math.sqrt(size))
         # A norm makes a row of ones of sums that cancelled to nearly nothing, so roundings may count for more.
         limit = allowed if error <= allowed else max(allowed, roundings(op, case.spec, given, want, resolved)[i])
         assert error <= limit, f"{op.name}.{name} is off by {error:.2e}, allowed {limit:.0e}"

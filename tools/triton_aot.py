@@ -628,7 +628,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=1, metavar="N", help="of each kernel, every Nth variant only")
     parser.add_argument("--kv-cache", choices=KV_TYPES, default="auto", help="what is kept of keys and values")
     parser.add_argument("--deterministic", action="store_true", help="what steps run whose rows may not depend on others")
-    parser.add_argument("--unchecked", action="store_true", help="with kernels that no GPU has checked yet")
+    parser.add_argument("--unchecked", action="store_true", help="with experimental kernels (QUARREL_TRIALS)")
     parser.add_argument("--fp8", action="store_true", help="what steps run with compute fp8")
     parser.add_argument("--list", action="store_true", help="print the variants without compiling them")
     parser.add_argument("--ptx", metavar="FILE", type=Path, help="write the hash of each variant's PTX; assemble nothing")

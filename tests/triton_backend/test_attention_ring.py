@@ -243,7 +243,7 @@ def test_takes_nothing_until_a_gpu_has_checked_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(ring, "INTERPRETED", False)
     monkeypatch.setattr(trials, "on", set())
     monkeypatch.setattr(trials, "TRIALS", ("attention-ring",))
-    assert ring.declines(made, SPEC, cache_of()) == "no GPU has checked it yet"
+    assert ring.declines(made, SPEC, cache_of()) == "is experimental: QUARREL_TRIALS=attention-ring turns it on"
     monkeypatch.setattr(trials, "TRIALS", ())
     assert ring.declines(made, SPEC, cache_of()) is None
 

@@ -58,7 +58,7 @@ _REGISTERS = 128
 def declines(site: Site, spec: AttentionSpec, cache: Cache) -> str | None:
     """Why a layer is not for it, or None."""
     if trials.waits("attention-ring"):
-        return "no GPU has checked it yet"
+        return "is experimental: QUARREL_TRIALS=attention-ring turns it on"
     if kernels is None or INTERPRETED or site.generation != 9:
         return "needs compute capability 9"
     if site.deterministic:

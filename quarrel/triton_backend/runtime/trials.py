@@ -1,7 +1,6 @@
-"""Ways to compute that no GPU has checked and timed yet, off until one has.
+"""Experimental kernels, off unless QUARREL_TRIALS names them; the interpreter has them all on, for the tests.
 
-QUARREL_TRIALS has those that shall be on, so that a run on a GPU can compare them with what there is; the interpreter has
-them all, for the tests. One that has won leaves `quarrel.env.TRIALS`, and is what there is.
+One that a GPU has found right and faster leaves `quarrel.env.TRIALS` and is always on.
 
 attention-ring: decode behind many keys by a ring of TMA copies (`attention/ring.py`).
 """
@@ -15,5 +14,5 @@ on = set(TRIALS if INTERPRETED else read_environment().trials)
 
 
 def waits(name: str) -> bool:
-    """Whether this way is still a trial, and off."""
+    """Whether this one is experimental still, and off."""
     return name in TRIALS and name not in on
