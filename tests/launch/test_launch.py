@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -226,7 +225,7 @@ def test_early_answers_say_how_far_it_is_and_the_rest_is_handed_on(monkeypatch: 
     assert {slow.getsockname(), asking.getsockname()} <= names
     one = next(s for s in taken if s.getpeername() == asking.getsockname())
     assert one.recv(100) == b"POST /completion HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}"
-    assert not any(t.name == "early" for t in threading.enumerate())
+    assert not early._thread.is_alive()
     for each in (slow, asking, late, early.listener, *taken):
         each.close()
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-PATIENCE = 120.0
+PATIENCE = 240.0
 MARK = "RAY_TEST_CLUSTER"
 ENVIRONMENT = {
     "RAY_memory_monitor_refresh_ms": "0",  # it ends workers where the rest of the machine uses its memory

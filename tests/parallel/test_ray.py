@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.parallel.clusters import cluster, processes, read
+from tests.parallel.clusters import PATIENCE, cluster, processes, read
 
 pytest.importorskip("ray", reason="Ray is not installed: replicas are not tried")
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
@@ -55,7 +55,7 @@ def _app(at: str) -> Iterator[Any]:
 
 def chat(at: str, messages: list[dict[str, str]], **more: Any) -> dict[str, Any]:
     made = httpx.post(
-        f"http://{at}/v1/chat/completions", json={**ANSWER, "messages": messages, "max_tokens": 8, **more}, timeout=120
+        f"http://{at}/v1/chat/completions", json={**ANSWER, "messages": messages, "max_tokens": 8, **more}, timeout=PATIENCE
     )
     assert made.status_code == 200, made.text
     return made.json()  # type: ignore[no-any-return]
@@ -72,11 +72,11 @@ def test_the_turns_of_a_conversation_find_their_beginning_in_the_cache(app: Any,
 
 
 def test_errors_and_other_routes_pass_through(app: Any, at: str) -> None:
-    assert httpx.get(f"http://{at}/v1/models", timeout=60).json()["data"][0]["id"] == "demo"
-    wrong = httpx.post(f"http://{at}/v1/chat/completions", content=b"{", timeout=60)
+    assert httpx.get(f"http://{at}/v1/models", timeout=PATIENCE).json()["data"][0]["id"] == "demo"
+    wrong = httpx.post(f"http://{at}/v1/chat/completions", content=b"{", timeout=PATIENCE)
     assert wrong.status_code == 400
     assert wrong.json()["error"]["message"]
-    assert httpx.post(f"http://{at}/v1/chat/completions", content=b" " * (49 << 20), timeout=60).status_code == 413
+    assert httpx.post(f"http://{at}/v1/chat/completions", content=b" " * (49 << 20), timeout=PATIENCE).status_code == 413
 
 
 def test_a_websocket_stays_with_a_replica(app: Any, at: str) -> None:
@@ -88,7 +88,7 @@ def test_a_websocket_stays_with_a_replica(app: Any, at: str) -> None:
         socket.send(json.dumps({"type": "inference", "payload": asked}))
         text = ""
         while True:
-            message = json.loads(socket.recv(timeout=120))
+            message = json.loads(socket.recv(timeout=PATIENCE))
             assert message["type"] != "error", message
             if message["type"] == "inference":
                 text += message["payload"]["token"] or ""
@@ -96,12 +96,13 @@ def test_a_websocket_stays_with_a_replica(app: Any, at: str) -> None:
                     return text
 
     url = f"ws://{at}/ws"
-    with connect(url, subprotocols=["quarrel"]) as one, connect(url) as other:  # type: ignore[list-item]
+    slowly: dict[str, Any] = {"open_timeout": PATIENCE}
+    with connect(url, subprotocols=["quarrel"], **slowly) as one, connect(url, **slowly) as other:  # type: ignore[list-item]
         assert one.subprotocol == "quarrel"
         texts = [generated(socket) for socket in (one, other, one)]
         assert texts[0]
         assert texts == [texts[0]] * 3
-    with pytest.raises(InvalidStatus), connect(url, origin="https://elsewhere.example"):  # type: ignore[arg-type]
+    with pytest.raises(InvalidStatus), connect(url, origin="https://elsewhere.example", **slowly):  # type: ignore[arg-type]
         pass
 
 
@@ -121,7 +122,7 @@ def test_a_replica_that_is_killed_loses_no_request_without_a_word(app: Any, at: 
                 "POST",
                 f"http://{at}/v1/chat/completions",
                 json={**ANSWER, "messages": stories[i], **asked, "stream": True},
-                timeout=120,
+                timeout=PATIENCE,
             ) as made:
                 assert made.status_code == 200
                 for line in made.iter_lines():
@@ -155,7 +156,7 @@ def test_no_answer_is_lost_when_a_replica_goes(app: Any, at: str) -> None:
         body = {**ANSWER, "messages": [{"role": "user", "content": f"story {i}"}], "max_tokens": 120, "stream": True}
         text, ends = "", 0
         with httpx.stream(
-            "POST", f"http://{at}/v1/chat/completions", json={**body, "ignore_eos": True}, timeout=60
+            "POST", f"http://{at}/v1/chat/completions", json={**body, "ignore_eos": True}, timeout=PATIENCE
         ) as made:
             assert made.status_code == 200
             begun.append(i)
