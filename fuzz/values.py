@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from quarrel.ops.compare import arrays_of, errors, roundings
 from quarrel.ops.contract import Array, Case, Compute, Concrete, Op, rel_error
 from quarrel.ops.reference import run_op
+from quarrel.ops.rounding import ROUNDOFF
 from quarrel.ops.step import Backend, ComputeChoice
 
 KINDS = ("plain", "ties", "zeros", "tiny", "scaled", "nan", "inf")
@@ -70,7 +71,8 @@ def check(backend: Backend, op: Op, case: Case, compute: ComputeChoice, twist: T
     if twist.kind == "plain":
         found = errors(op, case.spec, got, want, case)
     else:
-        found = {str(i): _error(g, w, FLOOR[resolved]) for i, (g, w) in enumerate(zip(arrays_of(got), arrays_of(want)))}
+        floor = max(FLOOR[resolved], ROUNDOFF["float32"] * _size_of_states(op, case, given))
+        found = {str(i): _error(g, w, floor) for i, (g, w) in enumerate(zip(arrays_of(got), arrays_of(want)))}
     sizes = [max(1, a.size) for a in arrays_of(want)]
     for i, ((name, error), size) in enumerate(zip(found.items(), sizes, strict=True)):
         # The tolerance is for the RMS of many values; the rounding of few scatters around it.
@@ -78,6 +80,13 @@ def check(backend: Backend, op: Op, case: Case, compute: ComputeChoice, twist: T
         # A norm makes a row of ones of sums that cancelled to nearly nothing, so roundings may count for more.
         limit = allowed if error <= allowed else max(allowed, roundings(op, case.spec, given, want, resolved)[i])
         assert error <= limit, f"{op.name}.{name} is off by {error:.2e}, allowed {limit:.0e}"
+
+
+def _size_of_states(op: Op, case: Case, given: Sequence[Concrete]) -> float:
+    """RMS of the states before. What no token adds to becomes a product of decays, exp of a sum, which is off by as many
+    roundings as that sum is large: what is left of a state below a rounding of what it was counts as nothing."""
+    states = [np.asarray(x) for p, x in zip(op.params(case.spec), given, strict=True) if p.kind == "state"]
+    return max((float(np.sqrt(np.nanmean(np.square(x, dtype=np.float64)))) for x in states), default=0.0)
 
 
 def _changed(x: Array, twist: Twist, compute: Compute) -> Array:
