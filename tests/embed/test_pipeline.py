@@ -134,7 +134,7 @@ def cut_after(patch: pytest.MonkeyPatch, town: Town, batches: int, *, ack: bool,
     patch.setattr(town.store, "add", add)
 
     def close() -> None:
-        gone.wait(30)
+        gone.wait(60)
         town.down()
         time.sleep(0.2)
         if back:

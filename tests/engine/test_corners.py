@@ -143,7 +143,7 @@ def test_prompt_scores_neither_take_nor_leave_anything_in_the_cache() -> None:
         def rows() -> list[int]:
             found = Rows()
             toy.loop.add(Scoring(text, "hidden", found))
-            assert found.ended.get(timeout=10) is None
+            assert found.ended.get(timeout=60) is None
             return found.tokens
 
         before = rows()

@@ -527,7 +527,7 @@ def test_texts_scored_together_get_their_own_rows() -> None:
         found = [Rows() for _ in texts]
         toy.loop.add(*(Scoring(text, "hidden", rows) for text, rows in zip(texts, found)))
         free()
-        assert [rows.ended.get(timeout=10) for rows in found] == [None] * 3
+        assert [rows.ended.get(timeout=60) for rows in found] == [None] * 3
         assert [rows.tokens for rows in found] == texts
         assert found[1].starts[0] == 0
         assert len(found[1].starts) > 1
@@ -540,7 +540,7 @@ def test_texts_that_run_whole_are_never_cut_and_keep_their_order(monkeypatch: py
         texts = [list(range(n)) for n in (7, 10, 1, 2, 1, 4, 6)]
         found = [Rows() for _ in texts]
         toy.loop.add(*(Scoring(text, "hidden", rows, whole=True) for text, rows in zip(texts, found)))
-        assert [rows.ended.get(timeout=10) for rows in found] == [None] * len(texts)
+        assert [rows.ended.get(timeout=60) for rows in found] == [None] * len(texts)
         assert [rows.tokens for rows in found] == texts
         assert [rows.starts for rows in found] == [[0]] * len(texts)
         assert toy.step.sizes == [(10, 3), (10, 1), (5, 2), (6, 1)]
@@ -555,11 +555,11 @@ def test_scoring_can_be_cancelled_and_can_fail() -> None:
         toy.loop.add(*runs)
         toy.loop.cancel(runs[0])
         free()
-        assert rows[0].ended.get(timeout=10) == "the run was cancelled"
+        assert rows[0].ended.get(timeout=60) == "the run was cancelled"
         toy.step.fail = QuarrelError("late")
         late = Rows()
         toy.loop.add(Scoring([1], "hidden", late))
-        assert late.ended.get(timeout=10) == "late"
+        assert late.ended.get(timeout=60) == "late"
         toy.assert_all_returned()
 
 

@@ -61,7 +61,7 @@ def test_a_prefix_of_a_text_that_diverges_is_not_held_against_others(params: Sam
         toy.step.failing = lambda launch: begun.set()  # type: ignore[assignment, return-value]
         release = toy.hold(1)
         bad = toy.start([*PREFIX, BAD, *[13] * 50], params)
-        assert begun.wait(30)
+        assert begun.wait(60)
         others = [toy.start(sound, params), toy.start([*sound, 2], params)]
         release()
         assert isinstance(bad.wait().failure, Diverged)

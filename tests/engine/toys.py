@@ -75,7 +75,7 @@ class HistoryStep:
     def _outputs(self, inputs: StepInputs, want: Want) -> StepOutputs:
         assert not self.closed
         if self.turns is not None:
-            assert self.turns.acquire(timeout=30)
+            assert self.turns.acquire(timeout=60)
         inputs = with_ids(inputs, self._last)
         inputs.check(self.limits, VOCABULARY)
         self.launches += 1

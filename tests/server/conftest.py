@@ -75,7 +75,7 @@ def running(  # type: ignore[no-untyped-def]
     while not uvicorn.started and time.monotonic() < end:
         time.sleep(0.01)
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as client:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             yield Live(port, server, settings, client)
     finally:
         uvicorn.should_exit = True

@@ -45,7 +45,7 @@ curl -sS URL/v1/embeddings -d '{"input": "a king"}'
 def test_curl_as_the_documentation_has_it(live: Live) -> None:
     for line in CURL.replace("\\\n", " ").strip().splitlines():
         words = [w.replace("URL", live.url) for w in shlex.split(line)]
-        answer = subprocess.run(words, capture_output=True, text=True, timeout=30, check=True).stdout
+        answer = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True).stdout
         assert '"text"' in answer or '"token"' in answer or '"content"' in answer or '"embedding"' in answer
         assert "error" not in answer
 

@@ -43,13 +43,13 @@ def test_a_reader_that_stands_still_costs_lines_and_no_time(monkeypatch) -> None
     class Stuck(io.StringIO):
         def write(self, text: str) -> int:
             stands.set()
-            goes.wait(10)
+            goes.wait(60)
             return super().write(text)
 
     out = Stuck()
     handler = Later(out)
     handler.emit(record("first"))
-    assert stands.wait(10)
+    assert stands.wait(60)
     for i in range(25):
         handler.emit(record(f"line {i}"))
     goes.set()

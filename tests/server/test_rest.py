@@ -61,17 +61,17 @@ def test_health_as_llama_server_has_it(tmp_path: Path) -> None:
 
     def slow(source: str) -> LLM:
         begun.set()
-        assert go_on.wait(20)
+        assert go_on.wait(60)
         return load(source)
 
     with running(Settings(data_dir=tmp_path, rates=Rates(requests=0)), slow) as made:
         loading = threading.Thread(target=lambda: made.client.post("/api/models/demo"))
         loading.start()
-        assert begun.wait(20)
+        assert begun.wait(60)
         answer = made.client.get("/health")
         assert (answer.status_code, answer.json()["error"]["message"]) == (503, "Loading model")
         go_on.set()
-        loading.join(20)
+        loading.join(60)
         answer = made.client.get("/health")
         assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
         made.server.dispatcher.models.entry("demo").state = "failed"
@@ -108,7 +108,7 @@ def test_a_model_is_unloaded_loaded_and_swapped_while_it_writes(tmp_path: Path) 
         assert made.client.post("/api/models/demo", params={"reload": True}).json()["loaded"]
         fresh = models.entry("demo").loaded
         assert fresh is not old
-        thread.join(30)
+        thread.join(60)
         assert got[0]["tokens_generated"] == 300
         again = made.client.post("/api/generate", json=body).json()
         assert again["text"] == got[0]["text"]
