@@ -85,8 +85,8 @@ def check(backend: Backend, op: Op, case: Case, compute: ComputeChoice, twist: T
 def _size_of_states(op: Op, case: Case, given: Sequence[Concrete]) -> float:
     """RMS of the states before. What no token adds to becomes a product of decays, exp of a sum, which is off by as many
     roundings as that sum is large: what is left of a state below a rounding of what it was counts as nothing."""
-    states = [np.asarray(x) for p, x in zip(op.params(case.spec), given, strict=True) if p.kind == "state"]
-    return max((float(np.sqrt(np.nanmean(np.square(x, dtype=np.float64)))) for x in states), default=0.0)
+    states = [np.asarray(x, np.float64) for p, x in zip(op.params(case.spec), given, strict=True) if p.kind == "state"]
+    return max((float(np.sqrt(np.mean(x[np.isfinite(x)] ** 2))) for x in states if np.isfinite(x).any()), default=0.0)
 
 
 def _changed(x: Array, twist: Twist, compute: Compute) -> Array:
