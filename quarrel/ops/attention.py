@@ -15,7 +15,8 @@ as many more as a value is wide, and reads the value as the rest of its key:
 
     score(q, k, v) = scale * (q[:head_dim] . k + q[head_dim:] . v)
 
-Query head h reads key head h // (n_heads / n_kv). Softmax and sums are in float32 or wider. No visible key gives 0.
+Query head h reads key head h // (n_heads / n_kv). Softmax and sums are in float32 or wider. No visible key gives 0, but
+for a sequence's only query, which has one in every step but those that are padded, and whose row nobody reads there.
 A row of the cache that none of a sequence's queries sees may hold another's NaN: it enters no sum, not even times zero.
 What an append keeps of a key is said in `ops/kv.py`.
 """
@@ -240,13 +241,16 @@ def _poisoned(rng: np.random.Generator, cache: KVArrays, seen: Array) -> KVArray
 
 def _make_attention(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     """Ragged sequences: up to `Q` new tokens after up to `KV` cached ones, blocks in random order. Sequences begin
-    with the `shared` blocks of the first. Rows that no query sees are as another sequence may have left them."""
+    with the `shared` blocks of the first. Rows that no query sees are as another sequence may have left them. With
+    `keyless` the last sequence has queries and no key, as one that pads a step."""
     s: AttentionSpec = case.spec
     seqs, size = case.dims["S"], case.dims["block_size"]
     new = rng.integers(1, case.dims["Q"] + 1, seqs)
     new[0] = case.dims["Q"]
     kv_len = (new + rng.integers(0, case.dims["KV"] + 1, seqs)).astype(np.int32)
     kv_len[0] = new[0] + case.dims["KV"]
+    if case.dims.get("keyless"):
+        new[-1], kv_len[-1] = case.dims["Q"], 0
     width = int(-(-kv_len.max() // size))
     table = rng.permutation(seqs * width).reshape(seqs, width).astype(np.int32)
     table[1:, : case.dims.get("shared", 0)] = table[0, : case.dims.get("shared", 0)]
@@ -321,6 +325,12 @@ def _kv_case(spec: AttentionSpec, type: KVType, seqs: int, new: int, past: int) 
     return Case(spec, {"S": seqs, "Q": new, "KV": past, "block_size": 32, "kv": KV_TYPES.index(type)}, type)
 
 
+_KEYLESS = (
+    AttentionSpec(4, 2, 64, 0.125),
+    AttentionSpec(4, 1, 96, 0.1, window=17, sinks=True),
+    AttentionSpec(5, 1, 32, 0.112, latent=64),
+)
+
 ATTENTION = Op(
     "attention",
     AttentionSpec,
@@ -357,6 +367,7 @@ ATTENTION = Op(
             {"S": 3, "Q": 1, "KV": 127, "block_size": 16},
             "decode, chunks",
         ),
+        *(Case(s, {"S": 3, "Q": 9, "KV": 40, "block_size": 16, "keyless": 1}, "no key") for s in _KEYLESS),
         *(_kv_case(AttentionSpec(8, 2, 80, 0.112, window=40), t, 3, 1, 150) for t in _SCALED),
         *(_kv_case(AttentionSpec(5, 1, 32, 0.112, latent=64), t, 3, 2, 60) for t in _SCALED),
         *(_kv_case(AttentionSpec(4, 2, 64, 0.125, cap=15.0), t, 2, 33, 40) for t in _SCALED),

@@ -89,6 +89,7 @@ LOGPROBS = Op(
                 (100, 20, 7, ""),
                 (8193, 20, 3, "past a power of two"),
                 (32001, 5, 2, ""),
+                (2048, 20, 3, "a power of two"),
             )
         ]
         + [Case(LogprobsSpec(n, min(20, n)), {"R": 5, "odd": 1}, "equals, infinities and NaN") for n in (9, 77, 8193)]
