@@ -9,7 +9,7 @@ behind which the last products are done with the tiles; so its loads run while o
     bytes         W once for every BM rows of X, X once for every 64 rows of W
     registers     float32 sums of 32 x BM / 2 over 32 lanes: 32, 16 decoded, 16 of X: about 110
     threadgroup   10 KiB for BM = 64 in half precision, 18 KiB in float32
-    arithmetic    64 FMAs a weight for 64 rows of X; decoding adds 3 to 6 instructions to them, 5 to 10%
+    arithmetic    64 FMAs a weight for 64 rows of X; decoding and tiles add 7 to 12 cycles to them (docs/metal.md)
 """
 
 from __future__ import annotations

@@ -170,11 +170,13 @@ def _text(product: Product) -> str:
     text = _OPENING.replace("@SIMD_GROUPS", str(_SIMD_GROUPS)).replace("@COUNT", _count(product))
     branches = [(0, 1)] if product.activation else [(i,) for i in range(len(product.maps))]
     for members in branches:
-        first = members[0]
-        text += f"  const int rows{first} = sizes[{1 + first}], groups{first} = (rows{first} + ROWS - 1) / ROWS;\n"
-        text += (
-            f"  if (group >= 0 && group < groups{first}) {{\n{_branch(product, members)}  }}\n  group -= groups{first};\n"
-        )
+        first, last = members[0], members is branches[-1]
+        inside = ["group >= 0"] * (first > 0) + [f"group < groups{first}"] * (not last)
+        text += f"  const int rows{first} = sizes[{1 + first}];\n"
+        text += "" if last else f"  const int groups{first} = (rows{first} + ROWS - 1) / ROWS;\n"
+        text += f"  if ({' && '.join(inside)}) " if inside else "  "
+        text += f"{{\n{_branch(product, members)}  }}\n"
+        text += "" if last else f"  group -= groups{first};\n"
     return text
 
 
