@@ -121,9 +121,9 @@ def one_head_linear(heads: int, n: int, k: int, rest: int, tokens: int) -> dict[
 
     def run() -> None:
         launch(
-            head_tiles, (cdiv(n, 64), heads, cdiv(tokens, wide)), y, x, Planes(w, w, w, w), tokens, n, K=k, HEADS=heads,
-            REST=rest, WIDE_REST=power_of_two(rest), FORMAT="F16", FAST=False, COMPUTE=tl.float16, EXACT=False, BN=64,
-            BT=wide, NB=blocks, STAGES=2, warps=4, stages=2, early=not INTERPRETED,
+            head_tiles, (cdiv(n, 64), heads, cdiv(tokens, wide)), y, y, x, Planes(w, w, w, w), tokens, N=n, K=k,
+            HEADS=heads, REST=rest, WIDE_REST=power_of_two(rest), FORMAT="F16", FAST=False, COMPUTE=tl.float16,
+            EXACT=False, FORM="plain", BN=64, BT=wide, NB=blocks, STAGES=2, warps=4, stages=2, early=not INTERPRETED,
         )  # fmt: skip
 
     run()

@@ -2,7 +2,7 @@
 
 A program owns BN rows of one head's matrix and BT tokens. Weights are read once for up to 64 tokens, in their own format,
 and decoded in registers; what they meet is short (128 to 512 columns), so that nothing is cut along K. The `rest` of a head
-is copied by the program of its first rows.
+is copied by the program of its first rows. Of one token, programs also leave their rows as int8x2 where a matvec reads it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.formats.exact import decode_blocks
 from quarrel.triton_backend.formats.float16 import is_fast
+from quarrel.triton_backend.formats.int8x2 import store_int8x2
 from quarrel.triton_backend.linear.matmul import TL_TYPES, takes, walk
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
@@ -25,15 +26,17 @@ ROWS = 64
 
 @triton.jit(do_not_specialize=["tokens"])
 def head_tiles(
-    y, x, w, tokens, N, K: tl.constexpr, HEADS: tl.constexpr, REST: tl.constexpr, WIDE_REST: tl.constexpr,
-    FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr, EXACT: tl.constexpr, BN: tl.constexpr,
-    BT: tl.constexpr, NB: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    y, to, x, w, tokens, N: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, REST: tl.constexpr,
+    WIDE_REST: tl.constexpr, FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr, EXACT: tl.constexpr,
+    FORM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows of a head / BN, heads, tokens / BT).
 
     y      act `[tokens, HEADS * (REST + N)]`
+    to     int32, y of one token as int8x2: N is a multiple of 32 then, and REST is 0
     x      act `[tokens, HEADS * (K + REST)]`
     w      Planes of a weight `[HEADS * N, K]`
+    FORM   what is written: y ("plain"), `to` ("int8x2") or "both"
     EXACT  for any K and any weight, in products that are exact in float32; else K is a multiple of 32 * NB
     """
     if PDL:
@@ -63,7 +66,14 @@ def head_tiles(
             acc = tl.dot(w_high, x_high, acc, input_precision="ieee")
     else:
         acc, _ = walk(FORMAT, FAST, COMPUTE, False, w, w, stacked, p_x, token_ok, 0, K, K, BN, BT, NB, STAGES, PDL)
-    tl.store(p_y[None, :] + REST + row[:, None], acc.to(y.dtype.element_ty), mask=row_ok[:, None] & token_ok[None, :])
+    acc = acc.to(y.dtype.element_ty)
+    if FORM != "int8x2":
+        tl.store(p_y[None, :] + REST + row[:, None], acc, mask=row_ok[:, None] & token_ok[None, :])
+    if FORM != "plain":
+        first = tl.sum(tl.where(tl.arange(0, BT)[None, :] == 0, acc.to(tl.float32), 0.0), 1)  # [BN]
+        block = tl.program_id(0) * (BN // 32) + tl.arange(0, BN // 32)
+        v = tl.reshape(first, (BN // 32, 2, 16))
+        store_int8x2(to, v, head * (N // 32) + block, block < N // 32, HEADS * N)
     if REST > 0 and tl.program_id(0) == 0:
         r = tl.arange(0, WIDE_REST)
         ok = token_ok[:, None] & (r < REST)[None, :]
@@ -79,17 +89,20 @@ def build_head_linear(site: Site, node: Node) -> Launch:
     exact = not takes(weight, site.compute)
     blocks = 4 if exact else next(b for b in (4, 2, 1) if spec.k // 32 % b == 0)
     fixed = {
-        "K": spec.k, "HEADS": spec.n_heads, "REST": spec.rest, "WIDE_REST": power_of_two(spec.rest),
+        "N": spec.n, "K": spec.k, "HEADS": spec.n_heads, "REST": spec.rest, "WIDE_REST": power_of_two(spec.rest),
         "FORMAT": weight.format, "FAST": not exact and is_fast(weight.format, site.compute, blocks),
         "COMPUTE": TL_TYPES[site.compute], "EXACT": exact, "BN": ROWS, "NB": blocks, "STAGES": 2,
     }  # fmt: skip
+    to, plain = site.int8x2_target(node.outputs[0]) if spec.n % 32 == 0 and not spec.rest else (None, True)
 
     def run(batch: Batch) -> None:
         count = batch.count(axis)
         tokens = 16 if exact or count <= 16 else 32 if count <= 32 else 64
+        form = "plain" if to is None or count > 1 else "both" if plain else "int8x2"
         site.launch(
-            head_tiles, (cdiv(spec.n, ROWS), spec.n_heads, cdiv(count, tokens)), target.tensor, x.tensor, weight.planes,
-            count, spec.n, **fixed, BT=tokens, warps=4, stages=2, early=starts_early(site),
+            head_tiles, (cdiv(spec.n, ROWS), spec.n_heads, cdiv(count, tokens)), target.tensor,
+            target.tensor if to is None else to, x.tensor, weight.planes, count, **fixed, FORM=form, BT=tokens, warps=4,
+            stages=2, early=starts_early(site),
         )  # fmt: skip
 
     return run

@@ -1,0 +1,100 @@
+"""Steps of a layer with latent attention: fewer launches, the same values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+
+from quarrel.gguf import GGMLType
+from quarrel.ops.attention import AttentionSpec, RopeAppendSpec, attention, rope_append
+from quarrel.ops.contract import ConstRef, KVArrays, WeightRef, rel_error
+from quarrel.ops.embedding import embedding, gather_rows
+from quarrel.ops.heads import head_linear
+from quarrel.ops.linear import linear_add, norm_linear
+from quarrel.ops.norm import NormSpec, norm
+from quarrel.ops.null import Builder
+from quarrel.ops.program import KVLayer, Program
+from quarrel.ops.reference import run_program
+from quarrel.ops.rope import RopeSpec
+from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.step import TritonStep
+from tests.triton_backend.test_step import LIMITS, SIZE, VOCAB, Weights, batch
+
+WIDTH, HEADS, ROT, RANK, NOPE, VALUE = 96, 3, 16, 64, 32, 96
+
+
+def latent(values: GGMLType = GGMLType.Q4_0) -> Program:
+    """Two layers as those of GLM-4.7-Flash."""
+    b = Builder()
+
+    def ref(name: str, type: GGMLType, rows: int, k: int) -> WeightRef:
+        return WeightRef(name, type, rows, k)
+
+    def gain(k: int) -> WeightRef:
+        return ref("gain", GGMLType.F32, 1, k)
+
+    h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, WIDTH))
+    freq = ConstRef("freq", tuple(10000.0 ** (-2.0 * i / ROT) for i in range(ROT // 2)))
+    for layer in range(2):
+        with b.at(f"blk.{layer}"):
+            maps = [(ref(n, GGMLType.Q4_0, rows, WIDTH), None) for n, rows in (("a", 64), ("c", RANK), ("k", ROT))]
+            q, c, k = norm_linear(b, NormSpec("rms", WIDTH, 1e-5), h, [gain(WIDTH)], maps)
+            wide = ref("b", GGMLType.Q4_0, HEADS * (NOPE + ROT), 64)
+            (q,) = norm_linear(b, NormSpec("rms", 64, 1e-5), q, [gain(64)], [(wide, None)])
+            c = norm(b, NormSpec("rms", RANK, 1e-6), c, gain(RANK))
+            q = head_linear(b, q, ref("kb", GGMLType.Q8_0, HEADS * RANK, NOPE), HEADS, ROT)
+            cache = b.cache(KVLayer(1, ROT, latent=RANK))
+            spec = RopeAppendSpec(RopeSpec("norm", HEADS, ROT + RANK, ROT, 1.2), RopeSpec("norm", 1, ROT, ROT, 1.2), RANK)
+            q = rope_append(b, spec, q, k, c, freq, cache)
+            y = attention(b, AttentionSpec(HEADS, 1, ROT, 0.2, latent=RANK), q, cache)
+            y = head_linear(b, y, ref("vb", values, HEADS * VALUE, RANK), HEADS)
+            h = linear_add(b, h, y, ref("o", GGMLType.Q8_0, WIDTH, HEADS * VALUE))
+    h = gather_rows(b, h, b.input("out_rows"))
+    return b.program(hidden=norm(b, NormSpec("rms", WIDTH, 1e-5, out="f32"), h, gain(WIDTH)))
+
+
+STEPS = [[(0, 0, 40), (6, 0, 3)], [(0, 40, 1)], [(0, 41, 1), (6, 3, 1)], [(0, 42, 1), (6, 4, 9)]]
+"""Prompts, one token, one of each sequence, one token beside a prompt."""
+
+
+def reference(program: Program) -> list[np.ndarray]:
+    shape = LIMITS.n_blocks, SIZE, 1
+    caches = [KVArrays(np.zeros((*shape, ROT), np.float32), np.zeros((*shape, RANK), np.float32)) for _ in range(2)]
+    return [run_program(program, Weights(), caches, batch(parts, seed=3))["hidden"] for parts in STEPS]
+
+
+def run(backend: TritonBackend, program: Program) -> tuple[list[np.ndarray], list[Counter[str]], list[np.ndarray]]:
+    """Results and launches of each step, and what is in the caches then."""
+    step = backend.compile(program, Weights(), LIMITS, "float16")
+    assert isinstance(step, TritonStep)
+    really, outputs, names = step._plan.launch, [], []
+    for parts in STEPS:
+        seen: Counter[str] = Counter()
+
+        def launch(kernel: Any, *args: Any, seen: Counter[str] = seen, **told: Any) -> None:
+            seen[kernel.__name__] += 1
+            really(kernel, *args, **told)
+
+        step._plan.launch = launch
+        outputs.append(step(batch(parts, seed=3), "hidden").hidden)
+        names.append(seen)
+    caches = [t.cpu().numpy().copy() for c in step._plan.caches for t in (c.k, c.v)]
+    step.close()
+    return outputs, names, caches
+
+
+@pytest.mark.parametrize("values", [GGMLType.Q4_0, GGMLType.F32])
+def test_the_values_of_heads_are_rounded_where_they_are_made(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, values: GGMLType
+) -> None:
+    program = latent(values)
+    outputs, names, _ = run(backend, program)
+    monkeypatch.setattr(Plan, "int8x2_target", lambda *_: (None, True))
+    alone, names_alone, _ = run(backend, program)
+    assert all(np.array_equal(a, b) for a, b in zip(outputs, alone, strict=True))
+    assert all(rel_error(a, b) < 5e-3 for a, b in zip(outputs, reference(program), strict=True))
+    assert [b - a for a, b in zip(names, names_alone)] == [{}, {"int8x2_rows": 2}, {}, {}]
