@@ -274,8 +274,10 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
     operands = [StateRef(places[i]) if i in places else operand(i, p, spec) for i, p in enumerate(params)]
     values = {o.id: o for o in operands if isinstance(o, Value)}
     outputs = tuple(Value(100 + i, r.kind, r.dims(spec), r.name) for i, r in enumerate(op.results(spec)))
-    nodes = behind(Node(op, spec, tuple(operands), outputs, op.name))
-    values |= {v.id: v for v in nodes[-1].inputs if isinstance(v, Value) and v not in nodes[0].outputs}
+    nodes = around(Node(op, spec, tuple(operands), outputs, op.name))
+    made = {v.id for node in nodes for v in node.outputs}
+    inputs = (v for node in nodes for v in node.inputs if isinstance(v, Value))
+    values = {v.id: v for v in (*values.values(), *inputs) if v.id not in made}
     choices = lower(Program(nodes, {str(i): v for i, v in values.items()}, {}, ()), REGISTRY)
     act = DTYPES[compute]
     types = {"act": act, "f32": torch.float32, "i32": torch.int32}
@@ -315,15 +317,32 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
     yield from seen
 
 
-def behind(node: Node) -> tuple[Node, ...]:
-    """A node, and for ROPE_APPEND the attention that does its work in steps without prompts."""
-    if node.op is not ROPE_APPEND or node.spec.latent:
+def around(node: Node) -> tuple[Node, ...]:
+    """A node, and for ROPE_APPEND the attention that does its work in steps without prompts; around one over compressed
+    keys a norm and the maps of its heads, too."""
+    if node.op is not ROPE_APPEND:
         return (node,)
-    q, k = node.spec.q, node.spec.k
-    spec = AttentionSpec(q.n_heads, k.n_heads, q.head_dim, 1.0)
+    q, k, latent = node.spec.q, node.spec.k, node.spec.latent
+    spec = AttentionSpec(q.n_heads, k.n_heads, k.head_dim, 1.0, latent=latent)
     ints = tuple(Value(200 + i, "i32", ("S",), name) for i, name in enumerate(("query_start", "kv_len", "block_table")))
-    y = Value(300, "act", ("T", spec.width), "y")
-    return node, Node(ATTENTION, spec, (node.outputs[0], *ints, CacheRef(0)), (y,), "attention")
+    y = Value(300, "act", ("T", spec.width if not latent else q.n_heads * latent), "y")
+    attends = Node(ATTENTION, spec, (node.outputs[0], *ints, CacheRef(0)), (y,), "attention")
+    if not latent:
+        return node, attends
+    gain = WeightRef("gain", GGMLType.F32, 1, latent)
+    x, c = Value(400, "act", ("T", latent), "x"), node.inputs[2]
+    heads = HeadLinearSpec(GGMLType.Q4_K, q.n_heads, 256, latent)
+    z, out = Value(301, "act", ("T", heads.out_width), "z"), Value(302, "act", ("T", 2048), "out")
+    weights = (
+        WeightRef(name, GGMLType.Q4_K, n, k) for name, n, k in (("b", heads.rows, latent), ("o", 2048, heads.out_width))
+    )
+    return (
+        Node(NORM, NormSpec("rms", latent, 1e-5), (x, gain), (c,), "norm"),  # type: ignore[arg-type]
+        node,
+        attends,
+        Node(HEAD_LINEAR, heads, (y, next(weights)), (z,), "heads"),
+        Node(LINEAR, LinearSpec(GGMLType.Q4_K, 2048, heads.out_width), (z, next(weights)), (out,), "linear"),
+    )
 
 
 def operand(i: int, param: Param, spec: Any) -> Operand:

@@ -22,6 +22,7 @@ import triton.language as tl
 from quarrel.triton_backend.attention.latent import (
     LatentShape,
     Tile,
+    absent,
     attend_latent_many,
     attend_latent_one,
     combine_latent,
@@ -72,13 +73,13 @@ class Layer:
         common = {"S": self.shape, "early": not INTERPRETED}
         launch(
             attend_latent_one, (self.items, cdiv(self.heads, tile.rows)), out=self.out, partial=self.partial, q=self.q,
-            cache=self.cache, sequences=self.sequences, item_start=self.starts, seqs=self.seqs, scale=SCALE * LOG2E,
-            BLOCK_M=tile.rows, BLOCK_N=tile.keys, COMPUTE=tl.float16, warps=tile.warps,
-            stages=tile.stages, **common,
+            append=absent(self.q), cache=self.cache, sequences=self.sequences, item_start=self.starts, seqs=self.seqs,
+            scale=SCALE * LOG2E, ROTATE="", NORMS=False, BLOCK_M=tile.rows, BLOCK_N=tile.keys, COMPUTE=tl.float16,
+            warps=tile.warps, stages=tile.stages, **common,
         )  # fmt: skip
         launch(
             combine_latent, (self.seqs, self.heads), out=self.out, partial=self.partial, query_start=self.query_start,
-            item_start=self.starts, AT_ONCE=4, **common,
+            item_start=self.starts, **common,
         )  # fmt: skip
 
     def prefill(self, tile: Tile) -> None:
@@ -121,9 +122,10 @@ def one_head_linear(heads: int, n: int, k: int, rest: int, tokens: int) -> dict[
 
     def run() -> None:
         launch(
-            head_tiles, (cdiv(n, 64), heads, cdiv(tokens, wide)), y, y, x, Planes(w, w, w, w), tokens, N=n, K=k,
-            HEADS=heads, REST=rest, WIDE_REST=power_of_two(rest), FORMAT="F16", FAST=False, COMPUTE=tl.float16,
-            EXACT=False, FORM="plain", BN=64, BT=wide, NB=blocks, STAGES=2, warps=4, stages=2, early=not INTERPRETED,
+            head_tiles, (cdiv(n, 64), heads, cdiv(tokens, wide)), y, y, x, Planes(w, w, w, w), Partial(x, x, x), x, tokens,
+            N=n, K=k, HEADS=heads, REST=rest, WIDE_REST=power_of_two(rest), FORMAT="F16", FAST=False, COMPUTE=tl.float16,
+            EXACT=False, COMBINES=False, FORM="plain", BN=64, BT=wide, NB=blocks, STAGES=2, warps=4, stages=2,
+            early=not INTERPRETED,
         )  # fmt: skip
 
     run()

@@ -6,6 +6,8 @@
     normed    a norm added to the stream, with the layer's scale if there is one: one launch, of any rows; of one row with
               the norm that follows it, as matvecs read that
     stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that; of any rows
+    latent    before attention over compressed keys the norm of its values, the rotation and the append, in steps without
+              prompts; of one row, behind it the map of heads that adds its splits: one launch and two
     experts   of one row with a shared one: two launches for both of the above and the chosen experts (`experts/shared.py`);
               of a few rows, the shared one among those that are chosen (`experts/joined.py`)
 
@@ -20,11 +22,14 @@ from dataclasses import dataclass, field, replace
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.activation import CAP, GATED, PLAIN
+from quarrel.ops.attention import ATTENTION, ROPE_APPEND
 from quarrel.ops.contract import Compute, Value
+from quarrel.ops.heads import HEAD_LINEAR
 from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpec
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertUpSpec
 from quarrel.ops.norm import NORM
 from quarrel.ops.program import Node
+from quarrel.triton_backend.attention import latent
 from quarrel.triton_backend.elementwise.norm_add import NormAdd
 from quarrel.triton_backend.experts import joined, route
 from quarrel.triton_backend.experts import matvec as expert_matvec
@@ -35,6 +40,7 @@ from quarrel.triton_backend.formats import int8x2
 from quarrel.triton_backend.formats.table import has_matvec
 from quarrel.triton_backend.linear import matvec
 from quarrel.triton_backend.linear.maps import UNLIMITED
+from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site
 
 Build = Callable[[Site, Launch], Launch]
@@ -55,6 +61,8 @@ class Fusion:
     """Before the first node is built."""
     notes: Mapping[int, str] = field(default_factory=dict)
     """What `explain` says of nodes."""
+    decodes: bool = False
+    """Nothing in a step with prompts."""
 
     @property
     def first(self) -> int:
@@ -91,6 +99,8 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = 
         elif node.op is GATED or node.op is PLAIN:
             makers = [source(i, place) for place in range(len(node.inputs))]
             found += [_shared(nodes, i, makers), _shared_rows(nodes, i, makers)]
+        elif node.op is ATTENTION:
+            found += _latent(nodes, i, source, readers, kept)
         elif node.op is ADD:
             found += [_with_shared(nodes, i, source), _stream(nodes, i, source)]
             found += _normed(nodes, i, source, readers, kept, compute)
@@ -172,12 +182,16 @@ def launch_of(site: Site, fusions: Sequence[Fusion], i: int, alone: Launch) -> L
     """A node's launch, which gives way in a step of few rows."""
     for fusion in fusions:
         build = fusion.parts[i]
-        alone = _either(_nothing if build is None else build(site, alone), fusion.least, fusion.rows, alone)
+        alone = _either(_nothing if build is None else build(site, alone), fusion, alone)
     return alone
 
 
-def _either(together: Launch, least: int, most: int, alone: Launch) -> Launch:
-    return lambda batch: (together if least <= batch.T <= most else alone)(batch)
+def _either(together: Launch, fusion: Fusion, alone: Launch) -> Launch:
+    def run(batch: Batch) -> None:
+        fits = fusion.least <= batch.T <= fusion.rows and not (fusion.decodes and batch.prefill)
+        (together if fits else alone)(batch)
+
+    return run
 
 
 def _nothing(batch: Batch) -> None:
@@ -400,6 +414,41 @@ def _normed(
     norm_spec, gain = nodes[onward].spec.norm, nodes[onward].inputs[1]
     parts |= {last: None, onward: lambda site, _: build(site, made.row(site, norm_spec, gain))}  # type: ignore[arg-type]
     return [*found, Fusion(parts)]
+
+
+def _latent(
+    nodes: Sequence[Node],
+    i: int,
+    source: Callable[[int, int], int | None],
+    readers: Mapping[int, Sequence[int]],
+    kept: set[int],
+) -> list[Fusion]:
+    """ATTENTION over compressed keys and the ROPE_APPEND before it, with the norm of what that appends; and of one row the
+    HEAD_LINEAR behind it."""
+    attends, append = nodes[i], source(i, 0)
+    if trials.waits("latent-decode") or not attends.spec.latent or append is None or nodes[append].op is not ROPE_APPEND:
+        return []
+    norm = source(append, 2)
+    norm = norm if norm is not None and nodes[norm].op is NORM else None
+    before = latent.Before(nodes[append], None if norm is None else nodes[norm])
+    if nodes[append].inputs[6] != attends.inputs[4] or not before.fits():
+        return []
+
+    def either(build: Build) -> Build:
+        """Where the cache takes what is appended as it is."""
+        return lambda site, alone: build(site, alone) if latent.appends(site, attends) else alone
+
+    nothing = either(lambda site, _: _nothing)
+    alone = either(lambda site, _: latent.build_attention(site, attends, before))
+    parts: dict[int, Build | None] = dict.fromkeys((append,) if norm is None else (norm, append), nothing)
+    found = [Fusion(parts | {i: alone}, UNLIMITED, decodes=True)]
+    (y,) = attends.outputs
+    behind = [at for at in readers.get(y.id, ()) if y.id not in kept]
+    if len(behind) == 1 and nodes[behind[0]].op is HEAD_LINEAR and nodes[behind[0]].spec.rest == 0:
+        values = nodes[behind[0]]
+        last = either(lambda site, _: latent.build_attention(site, attends, before, values))
+        found.append(Fusion(parts | {i: nothing, behind[0]: last}))
+    return found
 
 
 def _onto(down: Node, out: Value, stream: Value, scale: float) -> Build:

@@ -72,6 +72,15 @@ def test_kernels_compile_without_spills(
     assert report["compiled"] >= least  # type: ignore[operator]
 
 
+@pytest.mark.parametrize(("kernels", "each"), [("attend_latent_one", "1"), ("head_tiles", "10")])
+def test_decode_over_compressed_keys_compiles_without_spills(process: Forked, kernels: str, each: str) -> None:
+    report = compiled(
+        process, "--targets", "sm_90", "--formats", "Q4_K", "--computes", "float16", "--kernels", kernels, "--unchecked",
+        "--quick", "--each", "1" if EVERYTHING else each,
+    )  # fmt: skip
+    assert report["compiled"] >= 2  # type: ignore[operator]
+
+
 @pytest.mark.parametrize("kv", ["auto", "int8", "fp8"] if EVERYTHING else ["fp8"])
 def test_the_ring_of_attention_compiles_without_spills(process: Forked, kv: str) -> None:
     report = compiled(

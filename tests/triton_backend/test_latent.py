@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from quarrel.ops.attention import AttentionSpec, RopeAppendSpec, attention, rope
 from quarrel.ops.contract import ConstRef, KVArrays, WeightRef, rel_error
 from quarrel.ops.embedding import embedding, gather_rows
 from quarrel.ops.heads import head_linear
+from quarrel.ops.kv import KVType
 from quarrel.ops.linear import linear_add, norm_linear
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
@@ -21,13 +23,15 @@ from quarrel.ops.reference import run_program
 from quarrel.ops.rope import RopeSpec
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.runtime import trials
+from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.step import TritonStep
 from tests.triton_backend.test_step import LIMITS, SIZE, VOCAB, Weights, batch
 
 WIDTH, HEADS, ROT, RANK, NOPE, VALUE = 96, 3, 16, 64, 32, 96
 
 
-def latent(values: GGMLType = GGMLType.Q4_0) -> Program:
+def latent(values: GGMLType = GGMLType.Q4_0, style: Literal["norm", "neox"] = "norm", normed: bool = True) -> Program:
     """Two layers as those of GLM-4.7-Flash."""
     b = Builder()
 
@@ -45,11 +49,12 @@ def latent(values: GGMLType = GGMLType.Q4_0) -> Program:
             q, c, k = norm_linear(b, NormSpec("rms", WIDTH, 1e-5), h, [gain(WIDTH)], maps)
             wide = ref("b", GGMLType.Q4_0, HEADS * (NOPE + ROT), 64)
             (q,) = norm_linear(b, NormSpec("rms", 64, 1e-5), q, [gain(64)], [(wide, None)])
-            c = norm(b, NormSpec("rms", RANK, 1e-6), c, gain(RANK))
+            if normed:
+                c = norm(b, NormSpec("rms", RANK, 1e-6), c, gain(RANK))
             q = head_linear(b, q, ref("kb", GGMLType.Q8_0, HEADS * RANK, NOPE), HEADS, ROT)
             cache = b.cache(KVLayer(1, ROT, latent=RANK))
-            spec = RopeAppendSpec(RopeSpec("norm", HEADS, ROT + RANK, ROT, 1.2), RopeSpec("norm", 1, ROT, ROT, 1.2), RANK)
-            q = rope_append(b, spec, q, k, c, freq, cache)
+            ropes = RopeSpec(style, HEADS, ROT + RANK, ROT, 1.2), RopeSpec(style, 1, ROT, ROT, 1.2)
+            q = rope_append(b, RopeAppendSpec(*ropes, RANK), q, k, c, freq, cache)
             y = attention(b, AttentionSpec(HEADS, 1, ROT, 0.2, latent=RANK), q, cache)
             y = head_linear(b, y, ref("vb", values, HEADS * VALUE, RANK), HEADS)
             h = linear_add(b, h, y, ref("o", GGMLType.Q8_0, WIDTH, HEADS * VALUE))
@@ -57,8 +62,9 @@ def latent(values: GGMLType = GGMLType.Q4_0) -> Program:
     return b.program(hidden=norm(b, NormSpec("rms", WIDTH, 1e-5, out="f32"), h, gain(WIDTH)))
 
 
-STEPS = [[(0, 0, 40), (6, 0, 3)], [(0, 40, 1)], [(0, 41, 1), (6, 3, 1)], [(0, 42, 1), (6, 4, 9)]]
-"""Prompts, one token, one of each sequence, one token beside a prompt."""
+LONG = replace(LIMITS, max_tokens=160, max_blocks_per_seq=12)
+STEPS = [[(0, 0, 150), (12, 0, 3)], [(0, 150, 1)], [(12, 3, 1)], [(0, 151, 1), (12, 4, 1)], [(0, 152, 1), (12, 5, 9)]]
+"""Prompts, one token with two splits of its keys and one with one, one of each sequence, one token beside a prompt."""
 
 
 def reference(program: Program) -> list[np.ndarray]:
@@ -67,9 +73,11 @@ def reference(program: Program) -> list[np.ndarray]:
     return [run_program(program, Weights(), caches, batch(parts, seed=3))["hidden"] for parts in STEPS]
 
 
-def run(backend: TritonBackend, program: Program) -> tuple[list[np.ndarray], list[Counter[str]], list[np.ndarray]]:
+def run(
+    backend: TritonBackend, program: Program, kv: KVType = "auto"
+) -> tuple[list[np.ndarray], list[Counter[str]], list[np.ndarray]]:
     """Results and launches of each step, and what is in the caches then."""
-    step = backend.compile(program, Weights(), LIMITS, "float16")
+    step = backend.compile(program, Weights(), replace(LONG, kv_cache=kv), "float16")
     assert isinstance(step, TritonStep)
     really, outputs, names = step._plan.launch, [], []
     for parts in STEPS:
@@ -97,4 +105,36 @@ def test_the_values_of_heads_are_rounded_where_they_are_made(
     alone, names_alone, _ = run(backend, program)
     assert all(np.array_equal(a, b) for a, b in zip(outputs, alone, strict=True))
     assert all(rel_error(a, b) < 5e-3 for a, b in zip(outputs, reference(program), strict=True))
-    assert [b - a for a, b in zip(names, names_alone)] == [{}, {"int8x2_rows": 2}, {}, {}]
+    rounded = {"int8x2_rows": 2}
+    assert [b - a for a, b in zip(names, names_alone)] == [{}, rounded, rounded, {}, {}]
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("style", ["norm", "neox"])
+def test_decode_normalises_rotates_and_appends_in_the_launch_of_attention_with_the_same_bits(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, style: Literal["norm", "neox"], normed: bool
+) -> None:
+    program = latent(style=style, normed=normed)
+    monkeypatch.setattr(trials, "on", {"latent-decode"})
+    outputs, names, caches = run(backend, program)
+    monkeypatch.setattr(trials, "on", set())
+    alone, names_alone, caches_alone = run(backend, program)
+    for a, b in zip((*outputs, *caches), (*alone, *caches_alone), strict=True):
+        # A GPU's threads may add the squares of a norm in another order.
+        assert np.array_equal(a, b) if INTERPRETED else rel_error(a, b) < 1e-3
+    assert all(rel_error(a, b) < 5e-3 for a, b in zip(outputs, reference(program), strict=True))
+    both = {"rope_append_rows": 2, **({"norm_rows": 2} if normed else {})}
+    one = both | {"combine_latent": 2}
+    assert [b - a for a, b in zip(names, names_alone)] == [{}, one, one, both, {}]
+
+
+def test_a_cache_of_codes_is_written_by_a_launch_of_its_own(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = latent()
+    monkeypatch.setattr(trials, "on", {"latent-decode"})
+    outputs, names, _ = run(backend, program, "int8")
+    monkeypatch.setattr(trials, "on", set())
+    alone, names_alone, _ = run(backend, program, "int8")
+    assert all(np.array_equal(a, b) for a, b in zip(outputs, alone, strict=True))
+    assert names == names_alone

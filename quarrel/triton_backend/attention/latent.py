@@ -5,26 +5,35 @@ sequence with one new token is cut into splits of its keys (`splits.py`), which 
 one with more walks all its keys in one program for each tile of rows, masking only tiles that the diagonal cuts. Softmax
 and sums are float32, powers of two with log2(e) in the scale.
 
+In a step without prompts the norm, the rotation and the append before it may be its own work, and of one token the splits
+may be added by the map of heads behind it (`fuse.py`).
+
     bytes      RANK + DIM values a key (1152 for DeepSeek's 512 + 64 in 16 bits), once for each 32 heads
     registers  a float32 sum of RANK columns a row: 64 a thread for 32 rows of 512 in 8 warps, and for 16 rows in 4
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
-from quarrel.ops.attention import ATTENTION, AttentionSpec
+from quarrel.ops.attention import ATTENTION, AttentionSpec, RopeAppendSpec
 from quarrel.ops.contract import Compute
+from quarrel.ops.norm import NormSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.triton_backend.attention.decode import LOG2E, find
+from quarrel.triton_backend.attention.decode import LOG2E, find, rotated
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES, as_values
-from quarrel.triton_backend.attention.records import Keys, Partial, Sequences
-from quarrel.triton_backend.attention.splits import PLACES, split_of
+from quarrel.triton_backend.attention.records import Append, Keys, Partial, Rotation, Sequences
+from quarrel.triton_backend.attention.rope import sin_cos
+from quarrel.triton_backend.attention.splits import combine_head, split_of
+from quarrel.triton_backend.linear.heads import build_head_linear
+from quarrel.triton_backend.runtime.arrays import DTYPES
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
 
@@ -118,6 +127,37 @@ def _queries(q, row, row_ok, S: tl.constexpr, COMPUTE: tl.constexpr):
 
 
 @triton.jit
+def _rotated_queries(q, row, row_ok, sin, cos, magnitude, S: tl.constexpr, STYLE: tl.constexpr, COMPUTE: tl.constexpr):
+    """`_queries` of what is not rotated yet."""
+    HALF: tl.constexpr = S.DIM // 2
+    M: tl.constexpr = row.shape[0]
+    at = row * (S.DIM + S.RANK)
+    q_key = rotated(q, at, row_ok, sin, cos, magnitude, q, STYLE == "neox", M, HALF)
+    r = tl.arange(0, S.RANK)
+    q_rest = tl.load(q + at[:, None] + S.DIM + r[None, :], mask=row_ok[:, None], other=0.0)
+    return q_key.to(COMPUTE), q_rest.to(COMPUTE)
+
+
+@triton.jit
+def _append(cache, append, token, sin, cos, S: tl.constexpr, STYLE: tl.constexpr, NORMS: tl.constexpr):
+    """A token's key, rotated, and its compressed vector, with NORMS behind its RMS norm, into the cache."""
+    rotation = append.rotation
+    HALF: tl.constexpr = S.DIM // 2
+    RANK: tl.constexpr = S.RANK
+    slot = tl.load(rotation.slots + token).to(tl.int64)
+    one = tl.arange(0, 1)
+    key = rotated(
+        rotation.k, token * S.DIM + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, STYLE == "neox", 1, HALF
+    )  # fmt: skip
+    tl.store(cache.k + slot * S.DIM + tl.arange(0, S.DIM), tl.reshape(key, (2 * HALF,)))
+    r = tl.arange(0, RANK)
+    value = tl.load(rotation.v + token * RANK + r).to(tl.float32)
+    if NORMS:
+        value = value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / RANK + append.eps)) * tl.load(append.gain + r)
+    tl.store(cache.v + slot * RANK + r, value.to(cache.v.dtype.element_ty))
+
+
+@triton.jit
 def _no_sums(M: tl.constexpr, RANK: tl.constexpr):
     acc = tl.zeros([M, RANK], tl.float32)
     return acc, tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
@@ -125,8 +165,8 @@ def _no_sums(M: tl.constexpr, RANK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seqs"])
 def attend_latent_one(
-    out, partial, q, cache, sequences, item_start, seqs, scale, S: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
+    out, partial, q, append, cache, sequences, item_start, seqs, scale, S: tl.constexpr, ROTATE: tl.constexpr,
+    NORMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Sequences with one new token; a program takes a split of one sequence's keys, for BLOCK_M heads.
 
@@ -134,12 +174,16 @@ def attend_latent_one(
     `[.., RANK]`; sums of `partial` are RANK wide.
 
     out         act `[T, heads * RANK]`, of sequences with one split
-    q           act `[T, heads * (DIM + RANK)]`, rotated
+    q           act `[T, heads * (DIM + RANK)]`, rotated unless ROTATE
+    append      read with ROTATE only, its gain with NORMS only
     item_start  int32 `[S + 1]`, where each sequence's items begin
+    ROTATE      the style of a rotation that this kernel does itself, with the append to the cache, or ""
+    NORMS       it also normalises what is appended as values
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
+        if ROTATE == "":
+            tl.extra.cuda.gdc_wait()
     item = tl.program_id(0)
     seq = find(item_start, seqs, item, 1)
     first_item = tl.load(item_start + seq)
@@ -155,7 +199,19 @@ def attend_latent_one(
     head_ok = head < S.HEADS
     token = tl.load(sequences.query_start + seq).to(tl.int64)
     row = token * S.HEADS + head
-    q_key, q_rest = _queries(q, row, head_ok, S, COMPUTE)
+    if ROTATE == "":
+        q_key, q_rest = _queries(q, row, head_ok, S, COMPUTE)
+    else:
+        rotation = append.rotation
+        angle = tl.load(rotation.positions + token).to(tl.float32) * tl.load(rotation.freq + tl.arange(0, S.DIM // 2))
+        sin, cos = sin_cos(angle[None, :])
+        # What is above comes with the step, before its first kernel.
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        q_key, q_rest = _rotated_queries(q, row, head_ok, sin, cos, rotation.q_magnitude, S, ROTATE, COMPUTE)
+        if stop == n_keys:
+            _append(cache, append, token, sin, cos, S, ROTATE, NORMS)
+            tl.debug_barrier()  # the program's own loads below read what it has stored
     whole = start + (stop - start) // BLOCK_N * BLOCK_N
     position = head * 0 + n_keys - 1
     sums = _no_sums(BLOCK_M, S.RANK)
@@ -177,36 +233,15 @@ def attend_latent_one(
 
 
 @triton.jit
-def combine_latent(
-    out, partial, query_start, item_start, S: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Adds the splits of a sequence for one head, AT_ONCE at a time, in order. Grid (S, heads)."""
+def combine_latent(out, partial, query_start, item_start, S: tl.constexpr, PDL: tl.constexpr):
+    """Adds the splits of a sequence for one head. Grid (S, heads)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     seq = tl.program_id(0)
     head = tl.program_id(1)
-    first_item = tl.load(item_start + seq)
-    splits = tl.load(item_start + seq + 1) - first_item
-    if splits < 2:
-        return
-    i = tl.arange(0, PLACES)
-    place = (first_item + i).to(tl.int64) * S.HEADS + head
-    tops = tl.load(partial.top_sum + place * 2, mask=i < splits, other=float("-inf"))
-    top = tl.max(tops, 0)
-    total = tl.sum(tl.load(partial.top_sum + place * 2 + 1, mask=i < splits, other=0.0) * tl.exp2(tops - top), 0)
-    RANK: tl.constexpr = S.RANK  # a shape is a constant by annotation only (Triton 3.6)
-    r = tl.arange(0, RANK)
-    acc = tl.zeros([RANK], tl.float32)
-    for begin in range(0, splits, AT_ONCE):
-        j = begin + tl.arange(0, AT_ONCE)
-        ok = j < splits
-        at = (first_item + j).to(tl.int64) * S.HEADS + head
-        weight = tl.exp2(tl.load(partial.top_sum + at * 2, mask=ok, other=float("-inf")) - top)
-        piece = tl.load(partial.sums + at[:, None] * S.RANK + r[None, :], mask=ok[:, None], other=0.0)
-        acc += tl.sum(piece * weight[:, None], 0)
-    row = tl.load(query_start + seq).to(tl.int64) * S.HEADS + head
-    tl.store(out + row * S.RANK + r, (acc / total).to(out.dtype.element_ty))
+    p_out = out + (tl.load(query_start + seq).to(tl.int64) * S.HEADS + head) * S.RANK
+    combine_head(p_out, partial, item_start, seq, head, S.HEADS, S.RANK)
 
 
 @triton.jit(do_not_specialize=["seqs"])
@@ -263,6 +298,11 @@ def _found(starts, n, item):
     return found
 
 
+def absent(q: torch.Tensor) -> Append:
+    """For a step whose keys are in the cache."""
+    return Append(Rotation(*(q,) * 5, 1.0, 1.0), q, 0.0)
+
+
 def tiles(compute: Compute, heads: int, generation: int) -> tuple[Tile, Tile]:
     """For decode and for prefill, by the number of heads and the device alone."""
     if compute == "float32":
@@ -276,8 +316,49 @@ def tiles(compute: Compute, heads: int, generation: int) -> tuple[Tile, Tile]:
     return Tile(rows, 32, 4, 2), Tile(64, 64, 8, 1)
 
 
-def build_attention(site: Site, node: Node) -> Launch:
-    """ATTENTION: q `[T, heads * (head_dim + latent)]`, query_start `[S + 1]`, kv_len `[S]`, block_table `[S, B]`."""
+@dataclass(frozen=True)
+class Before:
+    """The nodes whose work attention does in steps without prompts."""
+
+    append: Node
+    """A ROPE_APPEND."""
+    norm: Node | None
+    """Of its values."""
+
+    def fits(self) -> bool:
+        """Whether the kernel has such a rotation and such a norm."""
+        spec: RopeAppendSpec = self.append.spec
+        norm: NormSpec | None = None if self.norm is None else self.norm.spec
+        return spec.q.axes == 1 and (norm is None or (norm.kind == "rms" and norm.groups == 1))
+
+    def arguments(self, site: Site) -> Callable[[], tuple[torch.Tensor, Append]]:
+        """Queries, and what is appended, at each call."""
+        spec: RopeAppendSpec = self.append.spec
+        q, k, v, positions, freq, slots = self.append.inputs[:6]
+        v, gain = (v, None) if self.norm is None else self.norm.inputs[:2]
+        arrays = [site.slot(i) for i in (q, k, v, positions, slots)]  # type: ignore[arg-type]
+        table = site.const(freq)  # type: ignore[arg-type]
+        weight = table if gain is None else site.vector(gain)  # type: ignore[arg-type]
+        eps = 0.0 if self.norm is None else self.norm.spec.eps
+
+        def at_call() -> tuple[torch.Tensor, Append]:
+            q, k, v, positions, slots = (a.tensor for a in arrays)
+            return q, Append(Rotation(k, v, positions, table, slots, spec.q.magnitude, spec.k.magnitude), weight, eps)
+
+        return at_call
+
+
+def appends(site: Site, node: Node) -> bool:
+    """Whether an ATTENTION's cache takes keys and values as they are."""
+    cache = site.cache(node.inputs[4])  # type: ignore[arg-type]
+    return cache.k.dtype == DTYPES[site.compute]
+
+
+def build_attention(site: Site, node: Node, before: Before | None = None, behind: Node | None = None) -> Launch:
+    """ATTENTION: q `[T, heads * (head_dim + latent)]`, query_start `[S + 1]`, kv_len `[S]`, block_table `[S, B]`.
+
+    With `before`, for steps without prompts; with `behind`, a HEAD_LINEAR of the result, for one token, and that too.
+    """
     spec: AttentionSpec = node.spec
     q, query_start, kv_len, table = (site.slot(i) for i in node.inputs[:4])  # type: ignore[arg-type]
     cache, target = site.cache(node.inputs[4]), site.slot(node.outputs[0])  # type: ignore[arg-type]
@@ -289,6 +370,13 @@ def build_attention(site: Site, node: Node) -> Launch:
     common: dict[str, Any] = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "scale": spec.scale * LOG2E, "S": shape}
     common |= {"COMPUTE": TL_TYPES[site.compute]}
     by_prompts = site.deterministic or site.compute == "float32"
+    left = None if before is None else before.arguments(site)
+    style = "" if before is None else before.append.spec.q.style
+
+    def partial() -> Partial:
+        return Partial(part.tensor, top_sum.tensor, site.tables.item_start.tensor)
+
+    values = None if behind is None else build_head_linear(site, behind, partial)
 
     def sequences() -> Sequences:
         return Sequences(query_start.tensor, kv_len.tensor, table.tensor, site.tables.table_width.tensor)
@@ -296,15 +384,19 @@ def build_attention(site: Site, node: Node) -> Launch:
     def decode(batch: Batch) -> None:
         """The sequences with one new token."""
         starts = site.tables.item_start.tensor
-        partial = Partial(part.tensor, top_sum.tensor, starts)
+        queries, append = (q.tensor, absent(q.tensor)) if left is None else left()
         site.launch(
-            attend_latent_one, (batch.items, cdiv(heads, one.rows)), out=target.tensor, partial=partial, q=q.tensor,
-            sequences=sequences(), item_start=starts, seqs=batch.S, **common, BLOCK_M=one.rows, BLOCK_N=one.keys,
-            warps=one.warps, stages=one.stages, early=starts_early(site),
+            attend_latent_one, (batch.items, cdiv(heads, one.rows)), out=target.tensor, partial=partial(), q=queries,
+            append=append, sequences=sequences(), item_start=starts, seqs=batch.S, **common, ROTATE=style,
+            NORMS=before is not None and before.norm is not None, BLOCK_M=one.rows, BLOCK_N=one.keys, warps=one.warps,
+            stages=one.stages, early=starts_early(site),
         )  # fmt: skip
+        if values is not None:
+            values(batch)
+            return
         site.launch(
-            combine_latent, (batch.S, heads), out=target.tensor, partial=partial, query_start=query_start.tensor,
-            item_start=starts, S=shape, AT_ONCE=4, early=starts_early(site),
+            combine_latent, (batch.S, heads), out=target.tensor, partial=partial(), query_start=query_start.tensor,
+            item_start=starts, S=shape, early=starts_early(site),
         )  # fmt: skip
 
     def prefill(batch: Batch) -> None:

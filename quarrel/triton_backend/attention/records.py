@@ -30,6 +30,14 @@ class Rotation(NamedTuple):
     k_magnitude: float
 
 
+class Append(NamedTuple):
+    """What latent attention rotates and appends by itself."""
+
+    rotation: Rotation  # its v act [T, latent]
+    gain: Any  # float32 [latent], of the RMS norm of v
+    eps: float
+
+
 class Keys(NamedTuple):
     """A layer's cache."""
 

@@ -21,6 +21,7 @@ MANY_SEQS = 17
 """Sequences from which there are programs enough for longer splits and smaller tiles."""
 PLACES: tl.constexpr = tl.constexpr(power_of_two(MOST_SPLITS))
 _STEP: tl.constexpr = tl.constexpr(STEP)
+_AT_ONCE: tl.constexpr = tl.constexpr(4)
 
 
 def split_keys(seqs: int) -> int:
@@ -76,3 +77,29 @@ def most_splits(keys: int, seqs: int) -> int:
 def split_of(n_keys, splits):
     """Keys of a split of a sequence that has so many of them, by `splits_of`."""
     return (n_keys + splits * _STEP - 1) // (splits * _STEP) * _STEP
+
+
+@triton.jit
+def combine_head(
+    p_out, partial, item_start, seq, head, HEADS: tl.constexpr, WIDE: tl.constexpr
+):  # fmt: skip
+    """One head's sums over the splits of a sequence, some at a time and in order, into p_out [WIDE]; nothing where its
+    one split has left the result there. `partial` is a `records.Partial`."""
+    first_item = tl.load(item_start + seq)
+    splits = tl.load(item_start + seq + 1) - first_item
+    if splits > 1:
+        i = tl.arange(0, PLACES)
+        place = (first_item + i).to(tl.int64) * HEADS + head
+        tops = tl.load(partial.top_sum + place * 2, mask=i < splits, other=float("-inf"))
+        top = tl.max(tops, 0)
+        total = tl.sum(tl.load(partial.top_sum + place * 2 + 1, mask=i < splits, other=0.0) * tl.exp2(tops - top), 0)
+        r = tl.arange(0, WIDE)
+        acc = tl.zeros([WIDE], tl.float32)
+        for begin in range(0, splits, _AT_ONCE):
+            j = begin + tl.arange(0, _AT_ONCE)
+            ok = j < splits
+            at = (first_item + j).to(tl.int64) * HEADS + head
+            weight = tl.exp2(tl.load(partial.top_sum + at * 2, mask=ok, other=float("-inf")) - top)
+            piece = tl.load(partial.sums + at[:, None] * WIDE + r[None, :], mask=ok[:, None], other=0.0)
+            acc += tl.sum(piece * weight[:, None], 0)
+        tl.store(p_out + r, (acc / total).to(p_out.dtype.element_ty))

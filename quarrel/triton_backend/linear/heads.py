@@ -2,10 +2,13 @@
 
 A program owns BN rows of one head's matrix and BT tokens. Weights are read once for up to 64 tokens, in their own format,
 and decoded in registers; what they meet is short (128 to 512 columns), so that nothing is cut along K. The `rest` of a head
-is copied by the program of its first rows. Of one token, programs also leave their rows as int8x2 where a matvec reads it.
+is copied by the program of its first rows. Of one token, programs also leave their rows as int8x2 where a matvec reads it,
+and add the splits that attention has left of their head.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import triton
 import triton.language as tl
@@ -13,6 +16,8 @@ import triton.language as tl
 from quarrel.ops.heads import HEAD_LINEAR, HeadLinearSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.attention.records import Partial
+from quarrel.triton_backend.attention.splits import combine_head
 from quarrel.triton_backend.formats.exact import decode_blocks
 from quarrel.triton_backend.formats.float16 import is_fast
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
@@ -26,9 +31,10 @@ ROWS = 64
 
 @triton.jit(do_not_specialize=["tokens"])
 def head_tiles(
-    y, to, x, w, tokens, N: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, REST: tl.constexpr,
+    y, to, x, w, partial, item_start, tokens, N: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, REST: tl.constexpr,
     WIDE_REST: tl.constexpr, FORMAT: tl.constexpr, FAST: tl.constexpr, COMPUTE: tl.constexpr, EXACT: tl.constexpr,
-    FORM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    COMBINES: tl.constexpr, FORM: tl.constexpr, BN: tl.constexpr, BT: tl.constexpr, NB: tl.constexpr, STAGES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows of a head / BN, heads, tokens / BT).
 
@@ -38,6 +44,9 @@ def head_tiles(
     w      Planes of a weight `[HEADS * N, K]`
     FORM   what is written: y ("plain"), `to` ("int8x2") or "both"
     EXACT  for any K and any weight, in products that are exact in float32; else K is a multiple of 32 * NB
+
+    COMBINES: x is the result of attention for one token, whose splits are in `partial` (a `records.Partial`), from
+    item_start[0] to item_start[1]. All programs of a head add them, and write the same x.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -49,6 +58,11 @@ def head_tiles(
     token_ok = token < tokens
     p_x = x + (token * HEADS + head) * (K + REST)
     p_y = y + (token * HEADS + head) * (REST + N)
+    if COMBINES:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        combine_head(x + head * K, partial, item_start, 0, head, HEADS, K)
+        tl.debug_barrier()  # the program's own loads below read what it has stored
     if EXACT:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -80,8 +94,8 @@ def head_tiles(
         tl.store(p_y[:, None] + r[None, :], tl.load(p_x[:, None] + K + r[None, :], mask=ok, other=0.0), mask=ok)
 
 
-def build_head_linear(site: Site, node: Node) -> Launch:
-    """x `[T, heads * (k + rest)]`, weight `[heads * n, k]`, to `[T, heads * (rest + n)]`."""
+def build_head_linear(site: Site, node: Node, splits: Callable[[], Partial] | None = None) -> Launch:
+    """x `[T, heads * (k + rest)]`, weight `[heads * n, k]`, to `[T, heads * (rest + n)]`; x of one token, from `splits`."""
     spec: HeadLinearSpec = node.spec
     x, target = site.slot(node.inputs[0]), site.slot(node.outputs[0])  # type: ignore[arg-type]
     weight = site.weight(node.inputs[1])  # type: ignore[arg-type]
@@ -98,10 +112,12 @@ def build_head_linear(site: Site, node: Node) -> Launch:
     def run(batch: Batch) -> None:
         count = batch.count(axis)
         tokens = 16 if exact or count <= 16 else 32 if count <= 32 else 64
+        partial = None if splits is None else splits()
         form = "plain" if to is None or count > 1 else "both" if plain else "int8x2"
         site.launch(
             head_tiles, (cdiv(spec.n, ROWS), spec.n_heads, cdiv(count, tokens)), target.tensor,
-            target.tensor if to is None else to, x.tensor, weight.planes, count, **fixed, FORM=form, BT=tokens, warps=4,
+            target.tensor if to is None else to, x.tensor, weight.planes, partial or Partial(*(x.tensor,) * 3),
+            site.tables.item_start.tensor, count, **fixed, COMBINES=partial is not None, FORM=form, BT=tokens, warps=4,
             stages=2, early=starts_early(site),
         )  # fmt: skip
 
