@@ -71,8 +71,8 @@ def _matvec_job(e: Lowering, c: Call) -> Job:
 def _tile_job(e: Lowering, c: Call) -> Job:
     fields, n_tiles = _packed(e, c), tile_count(e.plan.level, c.spec.n)
     lists, active = _entries(e, c, Header.many(e.plan.rows(c.ids)))
-    kernel = products.expert_tile(BLOCKS[c.w.type], e.plan.level, fields["tail"] > 0, fields["p"], c.shared)
-    return e.job(kernel, active, {**fields, **lists, "n_tiles": n_tiles}, times=n_tiles)
+    kernel = products.expert_tile(BLOCKS[c.w.type], e.plan.level, fields["tail"] > 0, fields["p"])
+    return e.job(kernel, active, {**fields, **lists, "shared": c.shared, "n_tiles": n_tiles}, times=n_tiles)
 
 
 def _float_job(e: Lowering, c: Call) -> Job:
@@ -80,8 +80,8 @@ def _float_job(e: Lowering, c: Call) -> Job:
     lists, active = _entries(e, c, Header.axis(e.plan.rows(c.ids)))
     n_tiles = -(-s.n // ROWS)
     matrix = {"w": w.address, "n": s.n, "k": s.k, "row_bytes": w.row_bytes, "chunk_rows": ROWS, "n_tiles": n_tiles}
-    fields = {**lists, **c.output, **matrix, "x": c.x, "x_stride": 4 * s.k}
-    return e.job(products.expert_floats(w.type, e.plan.level, s.k, c.shared), active, fields, times=n_tiles)
+    fields = {**lists, **c.output, **matrix, "shared": c.shared, "x": c.x, "x_stride": 4 * s.k}
+    return e.job(products.expert_floats(w.type, e.plan.level, s.k), active, fields, times=n_tiles)
 
 
 KERNELS = (

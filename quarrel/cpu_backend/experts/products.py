@@ -11,7 +11,7 @@ from dataclasses import replace
 from quarrel.cpu_backend.elementwise import gelu_tanh, relu2, silu
 from quarrel.cpu_backend.formats.block import BlockFormat
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
-from quarrel.cpu_backend.linear.floats import exact_rows, exact_scratch, float_rows
+from quarrel.cpu_backend.linear.floats import exact_marks, exact_rows, exact_scratch, float_rows
 from quarrel.cpu_backend.linear.matvec import MATRIX_FIELDS, MATVEC_ROWS, Matrix, Rows, matvec_rows
 from quarrel.cpu_backend.linear.tile import LANES, tile_rows, tile_scratch, vectors
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
@@ -19,13 +19,13 @@ from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import I32, I64, Kernel, Val
 from quarrel.cpu_backend.runtime.vector import each, f32s, sigmoid
 
-EXPERT_FIELDS = ("first", "entries", "active", "x", "x_stride", "n_tiles")
+EXPERT_FIELDS = ("first", "entries", "active", "shared", "x", "x_stride", "n_tiles")
 
 
-def _rows(k: Kernel, a: Fields, expert: Val, shared: int) -> Rows:
+def _rows(k: Kernel, a: Fields, expert: Val) -> Rows:
     """The expert's entries; `shared` of them at a time read the same row of x."""
     first, end = (k.load(a.first + (expert << 3), I64, 8 * i) for i in range(2))
-    entries, x, stride = a.entries, a.x, a.x_stride
+    entries, x, stride, shared = a.entries, a.x, a.x_stride, a.shared
 
     def entry(i: Val) -> Val:
         return k.load(entries + (i << 3), I64)
@@ -45,7 +45,7 @@ def _expert_rows(stack: Matrix, expert: Val) -> Matrix:
     return replace(stack, w=stack.w + expert * stack.n * stack.row_bytes)
 
 
-def expert_tile(fmt: BlockFormat, level: Level, tail: bool, k_padded: int, shared: int) -> KernelDef:
+def expert_tile(fmt: BlockFormat, level: Level, tail: bool, k_padded: int) -> KernelDef:
     """Chunk (i, tile): weight rows of the i-th active expert, activations rounded to 8 bits."""
     step = LANES * vectors(level)
 
@@ -54,7 +54,7 @@ def expert_tile(fmt: BlockFormat, level: Level, tail: bool, k_padded: int, share
         expert = k.load(a.active + (chunk.udiv(n_tiles) << 3), I64)
         first = (chunk - chunk.udiv(n_tiles) * n_tiles) * step
         m = _expert_rows(Matrix.of(a), expert)
-        rows, out = _rows(k, a, expert, shared), _of_expert(k, a, m.n, expert)
+        rows, out = _rows(k, a, expert), _of_expert(k, a, m.n, expert)
         with k.either(rows.stop - rows.start <= MATVEC_ROWS) as (small, large):
             with small:
                 matvec_rows(k, level, fmt, m, rows, (first, k.minimum(first + step, m.n)), out, tail)
@@ -62,7 +62,7 @@ def expert_tile(fmt: BlockFormat, level: Level, tail: bool, k_padded: int, share
                 tile_rows(k, level, fmt, m, first, rows, out, scratch, tail)
 
     fields = (*EXPERT_FIELDS, *MATRIX_FIELDS, *OUTPUT_FIELDS)
-    name = f"experts/tile/{fmt.name}/{shared}{'/tail' if tail else ''}"
+    name = f"experts/tile/{fmt.name}{'/tail' if tail else ''}"
     return KernelDef(name, fields, body, tile_scratch(fmt, level, k_padded))
 
 
@@ -84,7 +84,7 @@ def expert_matvec(fmt: BlockFormat, level: Level, tail: bool, shared: bool) -> K
     return KernelDef(f"experts/matvec/{fmt.name}{'/shared' if shared else ''}{'/tail' if tail else ''}", fields, body)
 
 
-def expert_floats(name: str, level: Level, k_in: int, shared: int) -> KernelDef:
+def expert_floats(name: str, level: Level, k_in: int) -> KernelDef:
     """Chunk (i, tile): `chunk_rows` weight rows of the i-th active expert in float32 arithmetic."""
     tail = k_in % 16 != 0
 
@@ -94,10 +94,10 @@ def expert_floats(name: str, level: Level, k_in: int, shared: int) -> KernelDef:
         first = (chunk - chunk.udiv(n_tiles) * n_tiles) * a.chunk_rows
         span = (first, k.minimum(first + a.chunk_rows, a.n))
         matrix = exact_rows(k, level, name, a, a.w + expert * a.n * a.row_bytes, span, k_in, scratch)
-        float_rows(k, level, matrix, span, _rows(k, a, expert, shared), _of_expert(k, a, a.n, expert), tail)
+        float_rows(k, level, matrix, span, _rows(k, a, expert), _of_expert(k, a, a.n, expert), tail)
 
     fields = (*EXPERT_FIELDS, "w", "n", "k", "row_bytes", "chunk_rows", *OUTPUT_FIELDS)
-    return KernelDef(f"experts/floats/{name}/{k_in}/{shared}", fields, body, exact_scratch(name, k_in))
+    return KernelDef(f"experts/floats/{name}{exact_marks(name, k_in)}", fields, body, exact_scratch(name, k_in))
 
 
 def activate(kind: str) -> KernelDef:

@@ -273,19 +273,21 @@ def exact_rows(
     single = 1 if k_in < SHORT else 4
     if name not in BLOCKS:
         return FloatMatrix(base, a.row_bytes, name, a.k, single)
-    size = _dense_bytes(k_in)
+    size = (a.k + 255 & -256) << 2
     with k.range(*span) as n:
         dequantize_row(k, level, name, base + n * a.row_bytes, scratch + (n - span[0]) * size, a.k, tail=k_in % 256 != 0)
-    return FloatMatrix(scratch - span[0] * size, k.i64(size), "F32", a.k, single)
-
-
-def _dense_bytes(k_in: int) -> int:
-    return 4 * padded(k_in)
+    return FloatMatrix(scratch - span[0] * size, size, "F32", a.k, single)
 
 
 def exact_scratch(name: str, k_in: int) -> int:
     """Scratch bytes that `exact_rows` needs for ROWS rows."""
-    return ROWS * _dense_bytes(k_in) + 1024 if name in BLOCKS else 0
+    return ROWS * 4 * padded(k_in) + 1024 if name in BLOCKS else 0
+
+
+def exact_marks(name: str, k_in: int) -> str:
+    """What the code of a kernel with `exact_rows` and `float_rows` depends on, beside the format."""
+    ragged = name in BLOCKS and k_in % 256 != 0
+    return f"{'/tail' if k_in % 16 else ''}{'/ragged' if ragged else ''}{'/short' if k_in < SHORT else ''}"
 
 
 def float_linear(name: str, level: Level, k_in: int) -> KernelDef:
@@ -301,5 +303,4 @@ def float_linear(name: str, level: Level, k_in: int) -> KernelDef:
         float_rows(k, level, matrix, span, rows, Output.of(a, a.n), tail)
 
     fields = ("live_rows", "x", "w", "n", "k", "row_bytes", "n_tiles", "chunk_rows", *OUTPUT_FIELDS)
-    marks = f"{'/tail' if tail else ''}{f'/{k_in}' if name in BLOCKS else '/short' if k_in < SHORT else ''}"
-    return KernelDef(f"float_linear/{name}{marks}", fields, body, exact_scratch(name, k_in))
+    return KernelDef(f"float_linear/{name}{exact_marks(name, k_in)}", fields, body, exact_scratch(name, k_in))
