@@ -55,10 +55,10 @@ ACTIVATIONS: dict[str, Callable[[Kernel, Val], Val]] = {
 }
 
 
-def gated(activation: str, quantised: bool, one_gate: bool, skipped: int) -> KernelDef:
+def gated(activation: str, quantised: bool, one_gate: bool) -> KernelDef:
     """y = f(gate) * up by chunks of COLUMNS columns, row after row; `quantised` also rounds the result to 8 bits.
 
-    one_gate: a gate for a whole row. skipped: bytes of a row of up before its first column here.
+    one_gate: a gate for a whole row. Field `start`: column of up that is the first one here.
     """
     f = ACTIVATIONS[activation]
 
@@ -66,14 +66,14 @@ def gated(activation: str, quantised: bool, one_gate: bool, skipped: int) -> Ker
         row, column = chunk // a.per_row, chunk % a.per_row * COLUMNS
         n = k.minimum(k.i64(COLUMNS), a.n - column)
         at = (row * a.n + column) << 2
-        gate, up = a.gate + ((row << 2) if one_gate else at), a.up + (row * a.up_width + column << 2)
+        gate, up = a.gate + ((row << 2) if one_gate else at), a.up + (row * a.up_width + a.start + column << 2)
         rate = f(k, k.load(gate, F32)) if one_gate else None
         out = scratch if quantised else a.y + at
 
         def one(offset: Val, lanes: int) -> None:
             type = f32s(lanes)
             factor = f(k, k.load(gate + offset, type)) if rate is None else k.lift(rate, type)
-            k.store(factor * k.load(up + offset, type, skipped), out + offset)
+            k.store(factor * k.load(up + offset, type), out + offset)
 
         each(k, n, one)
         if quantised:
@@ -81,8 +81,8 @@ def gated(activation: str, quantised: bool, one_gate: bool, skipped: int) -> Ker
             last = k.minimum(column + COLUMNS, p) >> 5
             quantize_blocks(k, QuantRow(a.q + row * a.q_stride, p), out, column >> 5, last, a.n)
 
-    fields = ("gate", "up", "up_width", "n", "per_row", *(("q", "q_stride") if quantised else ("y",)))
-    name = f"gated/{activation}{'/q' * quantised}{'/row' * one_gate}{f'/{skipped}' if skipped else ''}"
+    fields = ("gate", "up", "up_width", "start", "n", "per_row", *(("q", "q_stride") if quantised else ("y",)))
+    name = f"gated/{activation}{'/q' * quantised}{'/row' * one_gate}"
     return KernelDef(name, fields, body, scratch=4 * COLUMNS + 64)
 
 
@@ -280,8 +280,8 @@ def gated_stage(e: Lowering, s: GatedSpec, gate: Field, up: Field, y: Value) -> 
     # Padding columns belong to the last chunk, so the chunks cover the padded width.
     per_row = -(-(padded(s.n) if quantized else s.n) // COLUMNS)
     out: dict[str, Field] = {"q": p.place(y, "q"), "q_stride": row_bytes(s.n)} if quantized else {"y": y}
-    sizes = {"n": s.n, "per_row": per_row, "up_width": s.up_width}
-    kernel = gated(s.activation, quantized, s.per_row, 4 * s.start)
+    sizes = {"n": s.n, "per_row": per_row, "up_width": s.up_width, "start": s.start}
+    kernel = gated(s.activation, quantized, s.per_row)
     e.stage(kernel, y, times=per_row, gate=gate, up=up, **sizes, **out)
 
 
