@@ -279,13 +279,13 @@ def main() -> None:
         # Tiles of `rows` of W by `columns` rows of x, 32 columns of W and 128 threads.
         say(f"{name}, prompts", ptx, rows * columns * 32 / 128)
 
-    for name in FORMATS:
+    for name, bits in (*((name, 0) for name in FORMATS), ("Q4_1", 2), ("Q4_1", 3), ("Q8_1", 6)):
         # 4 rows of W and 16 columns a lane and pass.
-        for kernel, ptx in ours(linear(LINEAR, [GGMLType[name]], 1024)):
+        for kernel, ptx in ours(linear(LINEAR, [GGMLType[name]], 1024, bits=bits)):
             say(kernel, ptx, 64)
-        for kernel, ptx in ours(linear(LINEAR, [GGMLType[name]], 1024, rows=64, single=False), prompts=True):
+        for kernel, ptx in ours(linear(LINEAR, [GGMLType[name]], 1024, rows=64, single=False, bits=bits), prompts=True):
             say_prompts(kernel, ptx, 64, 64)
-    for bits in (4, 8, 2):
+    for bits in (4, 8, 6, 3, 2):
         say_prompts(f"MLX's qmm_t, {bits} bits in groups of 64", compiled(prompts_of_mlx(bits), "counted", True), 32, 32)
     for bits, each in ((4, 64), (8, 32), (5, 64), (6, 32), (3, 64), (2, 64)):
         say(f"MLX's qmv_fast, {bits} bits in groups of 64", compiled(of_mlx(bits), "counted"), each)

@@ -28,3 +28,10 @@ def weight(rng: np.random.Generator, type: GGMLType, rows: int, k: int, std: flo
         value = std / scale.spread * rng.uniform(0.5, 1.5, raw.shape[:2])
         raw[..., scale.offset : scale.offset + 2] = value.astype(np.float16)[..., None].view(np.uint8)
     return RawWeight(type, raw.reshape(rows, -1), k)
+
+
+def small_codes(weight: RawWeight, bits: int) -> RawWeight:
+    """A weight in Q4_1 or Q8_1 whose codes have so many bits, as those that MLX quantised to 2, 3 or 6."""
+    raw = weight.raw.reshape(len(weight.raw), -1, FORMATS[weight.type].nbytes).copy()
+    raw[..., 4:] &= ((1 << bits) - 1) * (0x11 if weight.type == GGMLType.Q4_1 else 1)
+    return RawWeight(weight.type, raw.reshape(weight.raw.shape), weight.k)

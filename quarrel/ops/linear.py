@@ -55,7 +55,10 @@ def linear_reference(s: LinearSpec, x: Array, weight: RawWeight, bias: RawWeight
 def _make_linear(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     s: LinearSpec = case.spec
     bias = (draw.weight(rng, GGMLType.F32, 1, s.n),) if s.bias else ()
-    return (draw.activations(rng, case.dims["T"], s.k), draw.weight(rng, s.type, s.n, s.k), *bias)
+    x, weight = draw.activations(rng, case.dims["T"], s.k), draw.weight(rng, s.type, s.n, s.k)
+    if bits := case.dims.get("bits"):
+        weight = draw.small_codes(weight, bits)
+    return (x, weight, *bias)
 
 
 def _linear_cases() -> list[Case]:
@@ -71,6 +74,10 @@ def _linear_cases() -> list[Case]:
             cases.append(Case(LinearSpec(type, 33, k * 11), {"T": 5}, "k not a multiple of 256"))
         if k == 1:
             cases.append(Case(LinearSpec(type, 5, 77), {"T": 2}, "k not a multiple of 32"))
+    for type, bits in ((GGMLType.Q4_1, 2), (GGMLType.Q4_1, 3), (GGMLType.Q8_1, 6)):
+        note = f"codes of {bits} bits"
+        cases.append(Case(LinearSpec(type, 67, 32 * 11, bias=True), {"T": 3, "bits": bits}, note))
+        cases.append(Case(LinearSpec(type, 129, 512), {"T": 17, "bits": bits}, note))
     cases.append(Case(LinearSpec(GGMLType.Q4_K, 384, 2048, out="f32"), {"T": 130}, "many rows"))
     cases.append(Case(LinearSpec(GGMLType.Q6_K, 1, 256), {"T": 9}, "a single output"))
     return cases

@@ -192,6 +192,31 @@ def test_scales_that_neighbouring_blocks_share_are_kept_once(backend: MlxBackend
         assert packed["but for one"].nbytes > packed["shared"].nbytes
 
 
+@pytest.mark.parametrize(
+    ("type", "bits", "name"), [(GGMLType.Q4_1, 2, "Q2_1"), (GGMLType.Q4_1, 3, "Q3_1"), (GGMLType.Q8_1, 6, "Q6_1")]
+)
+def test_small_codes_are_kept_in_as_many_bits(backend: MlxBackend, type: GGMLType, bits: int, name: str) -> None:
+    """As MLX's 2, 3 and 6 bits have them: with groups of 64, half a bit more a weight. One larger code, and all have 4 or 8
+    bits."""
+    rows, k = 9, 256
+    weight = draw.small_codes(draw.weight(np.random.default_rng(1), type, rows, k), bits)
+    raw = weight.raw.reshape(rows, -1, FORMATS[type].nbytes)
+    for shared, end in ((1, ""), (2, "_64"), (4, "_128")):
+        for i in range(shared):
+            raw[:, i::shared, :4] = raw[:, ::shared, :4]
+        packed = pack(NATIVE[type], rows, k, lambda start, stop: weight.raw[start:stop])
+        assert packed.format.name == name + end
+        assert packed.nbytes == rows * k * bits // 8 + rows * k // (32 * shared) * 4
+        for single in (True, False):
+            with running(FAST):
+                x = np.eye(k, dtype=np.float32)
+                y = first(run(LINEAR, LinearSpec(type, rows, k), (x, weight), "float32", single))
+            assert np.allclose(y.T, weight.dense(), rtol=2e-7, atol=1e-7)
+    raw[-1, -1, -1] |= 0x80
+    packed = pack(NATIVE[type], rows, k, lambda start, stop: weight.raw[start:stop])
+    assert packed.format.name == type.name + "_128"
+
+
 def _as_raw(given: Concrete) -> RawWeight:
     assert isinstance(given, RawWeight)
     return given

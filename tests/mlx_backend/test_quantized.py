@@ -9,10 +9,11 @@ import pytest
 from quarrel.gguf import GGMLType
 from quarrel.mlx_backend.linear.kernels import Fusion, declined, find
 from quarrel.mlx_backend.linear.quantized import EXACT
-from quarrel.ops.linear import LinearSpec
+from quarrel.ops.contract import Case
+from quarrel.ops.linear import LINEAR, LinearSpec
 from tests.mlx_backend.cases import running
 from tests.mlx_backend.emulated import FAST
-from tests.mlx_backend.trials import FORMS, linear
+from tests.mlx_backend.trials import FORMS, linear, of_case
 
 
 @pytest.fixture(name="_mlx", autouse=True)
@@ -28,6 +29,13 @@ def test_formats_are_held_exactly(type: GGMLType) -> None:
             for single in (True, False):
                 trial = replace(linear(op, [type] * count, 128, rows=3, single=single), compute="float32")
                 assert trial.error() <= 1, (op.name, single)
+
+
+@pytest.mark.parametrize("bits", [2, 3])
+def test_codes_of_few_bits_are_given_as_they_are(bits: int) -> None:
+    case = Case(LinearSpec(GGMLType.Q4_1, 67, 128), {"T": 3, "bits": bits})
+    with running(FAST):
+        assert of_case(LINEAR, case, "float32").error() <= 1
 
 
 def test_what_it_takes_and_declines_is_said() -> None:

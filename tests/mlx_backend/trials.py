@@ -74,9 +74,17 @@ def _parts(parts: int) -> Iterator[None]:
 
 
 def linear(
-    form: Op, types: Sequence[GGMLType], k: int, parts: int = 0, rows: int = 1, single: bool = True, n: int = FEW
+    form: Op,
+    types: Sequence[GGMLType],
+    k: int,
+    parts: int = 0,
+    rows: int = 1,
+    single: bool = True,
+    n: int = FEW,
+    bits: int = 0,
 ) -> Trial:
-    """A linear op of `form` with weights of `types` (norm_linear: any number, gate and up: two)."""
+    """A linear op of `form` with weights of `types` (norm_linear: any number, gate and up: two); `bits`: of codes in
+    Q4_1 and Q8_1 of LINEAR, where they have fewer."""
     maps = tuple(LinearSpec(t, n, k) for t in types)
     norm = NormSpec("rms", k, 1e-5)
     specs = {
@@ -89,7 +97,8 @@ def linear(
     kinds = Rows(np.full(rows, single))
     make = form.make
     assert make is not None
-    return Trial(form, spec, lambda rng: make(Case(spec, {"T": rows}), rng), batch=Batch(kinds, kinds), parts=parts)
+    case = Case(spec, {"T": rows, "bits": bits})
+    return Trial(form, spec, lambda rng: make(case, rng), batch=Batch(kinds, kinds), parts=parts)
 
 
 def of_case(op: Op, case: Case, compute: Compute = "float16") -> Trial:

@@ -60,12 +60,24 @@ def nibbles(codes: mx.array) -> mx.array:
     return mx.contiguous(codes[..., :16] | (codes[..., 16:] << 4)).view(U32)
 
 
+def nibbles_apart(words: mx.array) -> mx.array:
+    """What `nibbles` made, as codes again."""
+    raw = mx.contiguous(words).view(U8)
+    return mx.concatenate([raw & 15, raw >> 4], -1)
+
+
 def words(codes: mx.array, bits: int, order: Array) -> mx.array:
     """Codes of 1 or 2 bits `[..., 32]` to two words `[..., 2]` of 16 or 32 bits, each the columns of a lane."""
     per = 8 // bits
     ordered = codes[..., mx.array(order)]
     parts = ordered.reshape(*codes.shape[:-1], 32 // per, per) << mx.arange(0, 8, bits).astype(U8)
     return mx.contiguous(parts.sum(-1).astype(U8)).view(U16 if bits == 1 else U32)
+
+
+def words_apart(words: mx.array, bits: int, order: Array) -> mx.array:
+    """What `words` made, as codes `[..., 32]` again."""
+    fields = mx.contiguous(words).view(U8)[..., None] >> mx.arange(0, 8, bits).astype(U8) & ((1 << bits) - 1)
+    return fields.reshape(*words.shape[:-1], 32)[..., mx.array(np.argsort(order))]
 
 
 def in_six_bits(a: mx.array, m: mx.array) -> tuple[mx.array, mx.array]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -55,6 +56,7 @@ class Plane:
 NIBBLES = Plane("codes", U32, 4, 32, "uint2")
 TWO_BITS = Plane("codes", U32, 2, 32, "uint")
 EXTRA_BIT = Plane("bits", U16, 2, 32, "uchar2")
+UPPER_BITS = Plane("bits", U32, 2, 32, "uint")
 BYTE_SCALES = Plane("scale", U8, 2, 32, "uchar2")
 SCALE, SCALE_AND_MIN = Plane("scale", F16, 1, 32, "half"), Plane("scale", F16, 2, 32, "half2")
 TOP_SCALE, TOP_SCALE_AND_MIN = Plane("top", F16, 1, 256, "half"), Plane("top", F16, 2, 256, "half2")
@@ -65,6 +67,8 @@ class Format(ABC):
 
     wider: tuple[BlockFormat, ...] = ()
     """The same for weights whose neighbouring blocks share their scales, those of most blocks first."""
+    fewer: tuple[FewerBits, ...] = ()
+    """The same for weights whose codes are all small, the smallest first."""
 
     def __init__(self, type: GGMLType, planes: tuple[Plane, ...], split: Split) -> None:
         self.type, self.planes, self.split = type, planes, split
@@ -122,10 +126,14 @@ class BlockFormat(Format):
         shared: bool = False,
         odd: int = 1,
         unit: int = 1,
+        name: str = "",
+        fewer: tuple[FewerBits, ...] = (),
     ) -> None:
         """`part` gives 1/`unit` of the codes, in odd columns `odd` times as much, which costs less to take back in a sum.
-        `shared`: neighbouring blocks of a weight may have the same scales, as MLX's groups of 64 and 128 have."""
+        `shared`: neighbouring blocks of a weight may have the same scales, as MLX's groups of 64 and 128 have. `name`: of
+        the struct, where it is not the type's."""
         super().__init__(type, planes, split)
+        self._name, self.fewer = name or type.name, fewer
         self._part, self._scales, self._offset, self._run = part, scales, offset, 32
         self._odd, self._unit = odd, unit
         if shared:
@@ -133,15 +141,13 @@ class BlockFormat(Format):
 
     def _over(self, run: int) -> BlockFormat:
         planes = tuple(replace(p, columns=run) if p.name == "scale" else p for p in self.planes)
-        wide = BlockFormat(
-            self.type, planes, self.split, self._part, self._scales, self._offset, odd=self._odd, unit=self._unit
-        )
-        wide._run = run
+        wide = copy(self)
+        wide.planes, wide._run, wide.wider = planes, run, ()
         return wide
 
     @property
     def name(self) -> str:
-        return self.type.name + (f"_{self._run}" if self._run > 32 else "")
+        return self._name + (f"_{self._run}" if self._run > 32 else "")
 
     def narrowed(self, planes: Sequence[mx.array], rows: int, k: int) -> list[mx.array] | None:
         """Planes of blocks of 32 as this format has them, or None if some of its runs have several scales."""
@@ -171,6 +177,31 @@ class BlockFormat(Format):
         assert not tail, (self.type, "rows are whole blocks")
         pointers = ", ".join(f"(device const {p.reads}*){plane}" for p, plane in zip(self.planes, planes, strict=True))
         return f"const {self.name} {name} = {{{pointers}, {k}}};\n"
+
+
+@dataclass(frozen=True)
+class FewerBits:
+    """`format` for weights that leave the bits `unused` of the words of their first plane, `count` a block, empty; `split`
+    makes, of those words, the planes in its place."""
+
+    format: BlockFormat
+    count: int
+    unused: int
+    split: Callable[[mx.array], Sequence[mx.array]]
+
+    def narrowed(self, planes: Sequence[mx.array], rows: int, k: int) -> list[mx.array] | None:
+        """Planes as `format` has them, or None if a code is too large."""
+        words, each = planes[0], _CHUNK // (4 * self.count)
+        if mx.any(words & mx.array(self.unused, U32)).item():
+            return None
+        blocks = words[: rows * (k // 32) * self.count].reshape(-1, self.count)
+        pieces = []
+        for start in range(0, len(blocks), each):
+            pieces.append([a.reshape(-1) for a in self.split(blocks[start : start + each])])
+            mx.eval(pieces[-1])
+        made = [mx.concatenate(piece) for piece in zip(*pieces)]
+        sizes = [plane.size(rows, k) for plane in self.format.planes]
+        return [*(mx.pad(a, (0, size - a.size)) for a, size in zip(made, sizes)), *planes[1:]]
 
 
 # Of nibbles, of bytes: see `codes.py`.
@@ -235,7 +266,7 @@ class Packed:
 
 def pack(format: Format, rows: int, k: int, read: Read) -> Packed:
     """Reads all rows, at most _CHUNK bytes of them at a time, and splits them on the device; scales that neighbouring
-    blocks share are kept once."""
+    blocks share are kept once, and codes that all fit into fewer bits in those."""
     block = FORMATS[format.type]
     step = max(1, _CHUNK // (k // block.elements * block.nbytes))
     pieces: list[list[mx.array]] = [[] for _ in format.planes]
@@ -254,9 +285,15 @@ def pack(format: Format, rows: int, k: int, read: Read) -> Packed:
         assert whole.dtype == plane.dtype, (format.type, plane, whole.dtype)
         mx.eval(planes[-1])
         piece.clear()
+    for small in format.fewer:
+        narrowed = small.narrowed(planes, rows, k)
+        if narrowed is not None:
+            format, planes = small.format, narrowed
+            break
     for wide in format.wider:
         narrowed = wide.narrowed(planes, rows, k)
         if narrowed is not None:
-            mx.eval(narrowed)
-            return Packed(wide, rows, k, tuple(narrowed))
+            format, planes = wide, narrowed
+            break
+    mx.eval(planes)
     return Packed(format, rows, k, tuple(planes))

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from quarrel.gguf import GGMLType
 from quarrel.mlx_backend.formats.fields import UPPER_BESIDE_NIBBLES, nibbles, unshift, view, words
-from quarrel.mlx_backend.formats.layout import BYTE_SCALES, F16, NIBBLES, TOP_SCALE, U8, U32, BlockFormat, Plane
+from quarrel.mlx_backend.formats.layout import BYTE_SCALES, F16, NIBBLES, TOP_SCALE, U8, UPPER_BITS, BlockFormat
 
 
 def _split(raw: mx.array) -> Sequence[mx.array]:
@@ -27,7 +27,7 @@ _SCALES = """const float d = float(top[whole]);
 
 Q6_K = BlockFormat(
     GGMLType.Q6_K,
-    (NIBBLES, Plane("bits", U32, 2, 32, "uint"), BYTE_SCALES, TOP_SCALE),
+    (NIBBLES, UPPER_BITS, BYTE_SCALES, TOP_SCALE),
     _split,
     part="nibbles<2>(codes[pair], bits[pair], q);",
     scales=_SCALES,
