@@ -579,6 +579,20 @@ def sandwich_block(width: int, factor: float, pre: bool) -> Program:
     return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
 
 
+def normed_block(heads: int, n_kv: int, dim: int) -> Program:
+    """Norms of queries, keys and values."""
+    b, width = Builder(), 1024
+    h = embedding(b, b.input("ids"), WeightRef("embd", GGMLType.Q8_0, 64, width))
+    counts = (heads, n_kv, n_kv)
+    xs = [linear(b, h, WeightRef(f"x{i}", GGMLType.Q8_0, n * dim, width)) for i, n in enumerate(counts)]
+    gain = WeightRef("gain", GGMLType.F32, 1, dim)
+    for i, y in enumerate([norm(b, NormSpec("rms", dim, 1e-6, n), x, gain) for n, x in zip(counts, xs)]):
+        h = linear_add(b, h, y, WeightRef(f"y{i}", GGMLType.F16, width, counts[i] * dim))
+    return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+
+
+NORMED = ((8, 2, 256), (8, 2, 512), (32, 8, 128))
+"""Heads, key heads and head_dim of Gemma 4 and Qwen 3."""
 SANDWICHES = ((256, 1.0, True), (2560, 0.5, True), (2560, 1.0, False), (5376, 1.0, True))
 """Width, factor, and whether a norm follows."""
 
@@ -621,6 +635,7 @@ def variants(
             *(expert_block(*b) for b in EXPERT_BLOCKS),
             *map(encoder_block, ("layer", "rms")),
             *(sandwich_block(*s) for s in SANDWICHES),
+            *(normed_block(*n) for n in NORMED),
         ]
     )
     together = (v for c in computes for program in programs for v in record_block(program, c, generation))

@@ -5,6 +5,7 @@
               gate and up of several rows likewise, as in a dense layer
     normed    a norm added to the stream, with the layer's scale if there is one: one launch, of any rows; of one row with
               the norm that follows it, as matvecs read that
+    heads     norms beside each other, of queries, keys and values: one launch, of any rows
     stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that; of any rows
     latent    before attention over compressed keys the norm of its values, the rotation and the append, in steps without
               prompts; of one row, behind it the map of heads that adds its splits: one launch and two
@@ -30,6 +31,8 @@ from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertUpSpec
 from quarrel.ops.norm import NORM
 from quarrel.ops.program import Node
 from quarrel.triton_backend.attention import latent
+from quarrel.triton_backend.elementwise import head_norms
+from quarrel.triton_backend.elementwise.head_norms import HeadNorms
 from quarrel.triton_backend.elementwise.norm_add import NormAdd
 from quarrel.triton_backend.experts import joined, route
 from quarrel.triton_backend.experts import matvec as expert_matvec
@@ -105,6 +108,7 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = 
             found += [_with_shared(nodes, i, source), _stream(nodes, i, source)]
             found += _normed(nodes, i, source, readers, kept, compute)
     fusions = [f for f in found if f is not None]
+    fusions += _head_norms(nodes, {i for f in fusions for i in f.parts}, int8x2.readers(nodes, compute)[0])
     chosen = (_chosen(nodes, i, fusions, source, maker, readers, kept) for i, n in enumerate(nodes) if n.op is ROUTE)
     fusions += [f for f in chosen if f is not None]
     if joins:
@@ -414,6 +418,32 @@ def _normed(
     norm_spec, gain = nodes[onward].spec.norm, nodes[onward].inputs[1]
     parts |= {last: None, onward: lambda site, _: build(site, made.row(site, norm_spec, gain))}  # type: ignore[arg-type]
     return [*found, Fusion(parts)]
+
+
+def _head_norms(nodes: Sequence[Node], taken: set[int], rounded: set[int]) -> list[Fusion]:
+    """NORMs beside each other that are no part of another fusion and whose results nobody reads as int8x2."""
+    found, i = [], 0
+    while i < len(nodes):
+        j = i
+        while j - i < head_norms.MOST and j < len(nodes) and j not in taken and _beside(nodes[i:j], nodes[j], rounded):
+            j += 1
+        if j - i > 1:
+            made = HeadNorms(nodes[i:j])
+            parts: dict[int, Build | None] = dict.fromkeys(range(i, j))
+            found.append(Fusion(parts | {j - 1: lambda site, _, made=made: made.build(site)}, UNLIMITED))
+        i = max(j, i + 1)
+    return found
+
+
+def _beside(before: Sequence[Node], node: Node, rounded: set[int]) -> bool:
+    """Whether a node is a NORM for one launch with these."""
+    if node.op is not NORM or not head_norms.takes(node) or node.outputs[0].id in rounded:
+        return False
+
+    def facts(node: Node) -> tuple[object, ...]:
+        return node.spec.k, node.spec.eps, node.outputs[0].dims[0]
+
+    return all(facts(n) == facts(node) and n.outputs[0] is not node.inputs[0] for n in before)
 
 
 def _latent(

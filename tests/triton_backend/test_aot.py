@@ -48,6 +48,7 @@ def compiled(process: Forked, *arguments: str) -> dict[str, object]:
         ("sm_90", "Q4_K", "float16", "ring", 4),
         ("sm_90", "Q8_0", "float16", "route_one", 1),
         ("sm_90", "Q8_0", "float16", "with_shared", 1),
+        ("sm_90", "Q8_0", "float16", "head_norms", 1),
     ],
     ids=[
         "linear sm_90",
@@ -60,6 +61,7 @@ def compiled(process: Forked, *arguments: str) -> dict[str, object]:
         "ring",
         "router",
         "shared expert",
+        "norms of heads",
     ],
 )
 def test_kernels_compile_without_spills(

@@ -267,3 +267,68 @@ def test_a_sum_that_is_a_result_is_written_before_its_factor() -> None:
 def test_programs_of_float32_add_norms_by_themselves() -> None:
     made = sandwich("rms", "maps", 1.0)
     assert not fuse.find(made.nodes, "float32", set())
+
+
+def normed_heads(*norms: tuple[int, int, float]) -> Program:
+    """Norms beside each other, of so many heads of a width and an epsilon; each is added to the stream by a map."""
+    b = Builder()
+    h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, K))
+    xs = [linear(b, h, ref(f"x{i}", GGMLType.Q4_0, n * k, K)) for i, (n, k, _) in enumerate(norms)]
+    ys = [
+        norm(b, NormSpec("rms", k, eps, n), x, ref(f"gain{i}", GGMLType.F32, 1, k))
+        for i, (x, (n, k, eps)) in enumerate(zip(xs, norms))
+    ]
+    for i, (y, (n, k, _)) in enumerate(zip(ys, norms)):
+        h = linear_add(b, h, y, ref(f"y{i}", GGMLType.F16, K, n * k))
+    last = norm(b, NormSpec("rms", K, 1e-5, out="f32"), h, ref("gain", GGMLType.F32, 1, K))
+    return b.program(hidden=gather_rows(b, last, b.input("out_rows")))
+
+
+@pytest.mark.parametrize(
+    ("norms", "launched"),
+    [
+        ([(1, 48, 1e-5), (9, 48, 1e-5), (70, 48, 1e-5)], {"norm_rows": 3}),
+        ([(4, 32, 1e-5), (2, 32, 1e-5)], {"norm_rows": 2}),
+        ([(4, 32, 1e-5), (2, 64, 1e-5), (2, 64, 1e-5)], {"norm_rows": 2}),
+        ([(4, 32, 1e-5), (2, 32, 1e-6)], {}),
+    ],
+)
+def test_norms_beside_each_other_are_one_launch_with_the_same_bits(
+    backend: TritonBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    norms: list[tuple[int, int, float]],
+    launched: dict[str, int],
+) -> None:
+    made, outputs, names = normed_heads(*norms), [], []
+    reference = Reference(made)
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr(fuse, "_head_norms", lambda *_: [])
+        step = backend.compile(made, Weights(), LIMITS, "float16")
+        assert isinstance(step, TritonStep)
+        ran = launches(step)
+        for tokens in (1, 5):
+            inputs = batch([(0, 0, tokens)], rows=list(range(tokens)), seed=3)
+            ran.clear()
+            outputs.append(step(inputs, "hidden").hidden)
+            names.append(Counter(ran))
+            assert rel_error(outputs[-1], reference(inputs)["hidden"]) <= 5e-3  # type: ignore[arg-type]
+        step.close()
+    for i in (0, 1):
+        assert np.array_equal(outputs[i], outputs[i + 2])
+        assert names[i + 2] - names[i] == launched
+        assert names[i] - names[i + 2] == ({"head_norms": 1} if launched else {})
+
+
+def test_a_norm_of_a_norm_waits_for_it() -> None:
+    b = Builder()
+    h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, K))
+    x, y = (linear(b, h, ref(name, GGMLType.Q4_0, 32, K)) for name in "xy")
+    first = norm(b, NormSpec("rms", 32, 1e-5), x, ref("gain", GGMLType.F32, 1, 32))
+    second = norm(b, NormSpec("rms", 32, 1e-5), first, ref("gain", GGMLType.F32, 1, 32))
+    third = norm(b, NormSpec("rms", 32, 1e-5), y, ref("gain", GGMLType.F32, 1, 32))
+    out = linear_add(b, linear_add(b, h, second, ref("a", GGMLType.F16, K, 32)), third, ref("b", GGMLType.F16, K, 32))
+    made = b.program(hidden=out)
+    found = [sorted(f.parts) for f in fuse.find(made.nodes, "float16", {out.id})]
+    norms = [i for i, node in enumerate(made.nodes) if node.op.name == "norm"]
+    assert found == [norms[1:]]

@@ -168,7 +168,7 @@ def largest_rows(y, x, N, deviations, C: tl.constexpr):
         tl.store(y + row + at, tl.where(above > 0, above, above * 0.0).to(y.dtype.element_ty), mask=at < N)
 
 
-def _shape(k: int) -> tuple[int, int]:
+def shape_of(k: int) -> tuple[int, int]:
     """Columns at a time, and runs to a program: a whole hidden state to one, several heads share one."""
     columns = min(power_of_two(k), _TILE)
     return columns, 1 if columns >= 1024 else 1024 // columns
@@ -186,7 +186,7 @@ def build_gated_norm(site: Site, node: Node) -> Launch:
 
 def gated_norm(site: Site, spec: GatedNormSpec, rows: int, out: Slot, y: Slot, z: Slot, gain: torch.Tensor) -> None:
     """Launches it on so many rows."""
-    columns, runs_each = _shape(spec.k)
+    columns, runs_each = shape_of(spec.k)
     runs = rows * spec.groups
     site.launch(
         gated_norm_rows, (cdiv(runs, runs_each),), out.tensor, y.tensor, z.tensor, gain, runs, spec.k, spec.eps,
@@ -203,7 +203,7 @@ def build_norm(site: Site, node: Node, onto: Onto | None = None) -> Launch:
     scale, factor = (1.0, 1.0) if onto is None else (onto.scale, onto.factor)
     vectors = [site.vector(g) for g in gains]  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
-    columns, runs_each = _shape(spec.k)
+    columns, runs_each = shape_of(spec.k)
 
     def run(batch: Batch) -> None:
         runs = batch.count(axis) * spec.groups
@@ -222,7 +222,7 @@ def build_largest(site: Site, node: Node) -> Launch:
     spec: LargestSpec = node.spec
     source, target = site.slot(node.inputs[0]), site.slot(node.outputs[0])  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
-    columns, _ = _shape(spec.n)
+    columns, _ = shape_of(spec.n)
     return lambda batch: site.launch(
         largest_rows, (batch.count(axis),), target.tensor, source.tensor, spec.n, spec.deviations, C=columns
     )
