@@ -88,7 +88,7 @@ from quarrel.ops.norm import NORM, NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Node, Program, StateLayer
 from quarrel.ops.registry import lower
-from quarrel.ops.rope import ROPE, RopeSpec
+from quarrel.ops.rope import ROPE, RopeSpec, rope, rotated_by
 from quarrel.ops.sample import SAMPLE, SampleSpec
 from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2, ConvSpec, GatedNormSpec, Scan1Spec, Scan2Spec
 from quarrel.triton_backend.backend import REGISTRY
@@ -580,13 +580,16 @@ def sandwich_block(width: int, factor: float, pre: bool) -> Program:
 
 
 def normed_block(heads: int, n_kv: int, dim: int) -> Program:
-    """Norms of queries, keys and values."""
+    """Norms of queries, keys and values, and one that a rotation follows."""
     b, width = Builder(), 1024
     h = embedding(b, b.input("ids"), WeightRef("embd", GGMLType.Q8_0, 64, width))
-    counts = (heads, n_kv, n_kv)
+    counts = (heads, n_kv, n_kv, heads)
     xs = [linear(b, h, WeightRef(f"x{i}", GGMLType.Q8_0, n * dim, width)) for i, n in enumerate(counts)]
     gain = WeightRef("gain", GGMLType.F32, 1, dim)
-    for i, y in enumerate([norm(b, NormSpec("rms", dim, 1e-6, n), x, gain) for n, x in zip(counts, xs)]):
+    ys = [norm(b, NormSpec("rms", dim, 1e-6, n), x, gain) for n, x in zip(counts, xs)]
+    turns = RopeSpec("neox", heads, dim, dim)
+    ys[3] = rope(b, turns, ys[3], rotated_by(b, turns), ConstRef("freq", (0.0,) * (dim // 2)))
+    for i, y in enumerate(ys):
         h = linear_add(b, h, y, WeightRef(f"y{i}", GGMLType.F16, width, counts[i] * dim))
     return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
 

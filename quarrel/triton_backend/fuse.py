@@ -5,6 +5,7 @@
               gate and up of several rows likewise, as in a dense layer
     normed    a norm added to the stream, with the layer's scale if there is one: one launch, of any rows; of one row with
               the norm that follows it, as matvecs read that
+    rotated   a norm of heads and their rotation: one launch, of any rows
     heads     norms beside each other, of queries, keys and values: one launch, of any rows
     stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that; of any rows
     latent    before attention over compressed keys the norm of its values, the rotation and the append, in steps without
@@ -30,7 +31,8 @@ from quarrel.ops.linear import ADD, LINEAR, LINEAR_ADD, LinearAddSpec, LinearSpe
 from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertUpSpec
 from quarrel.ops.norm import NORM
 from quarrel.ops.program import Node
-from quarrel.triton_backend.attention import latent
+from quarrel.ops.rope import ROPE
+from quarrel.triton_backend.attention import latent, rope
 from quarrel.triton_backend.elementwise import head_norms
 from quarrel.triton_backend.elementwise.head_norms import HeadNorms
 from quarrel.triton_backend.elementwise.norm_add import NormAdd
@@ -102,6 +104,8 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = 
         elif node.op is GATED or node.op is PLAIN:
             makers = [source(i, place) for place in range(len(node.inputs))]
             found += [_shared(nodes, i, makers), _shared_rows(nodes, i, makers)]
+        elif node.op is ROPE:
+            found.append(_rotated(nodes, i, source(i, 0)))
         elif node.op is ATTENTION:
             found += _latent(nodes, i, source, readers, kept)
         elif node.op is ADD:
@@ -418,6 +422,13 @@ def _normed(
     norm_spec, gain = nodes[onward].spec.norm, nodes[onward].inputs[1]
     parts |= {last: None, onward: lambda site, _: build(site, made.row(site, norm_spec, gain))}  # type: ignore[arg-type]
     return [*found, Fusion(parts)]
+
+
+def _rotated(nodes: Sequence[Node], i: int, norm: int | None) -> Fusion | None:
+    """ROPE of a NORM."""
+    if norm is None or nodes[norm].op is not NORM or not rope.takes_norm(nodes[i].spec, nodes[norm].spec):
+        return None
+    return Fusion({norm: None, i: lambda site, _: rope.build_rope(site, nodes[i], nodes[norm])}, UNLIMITED)
 
 
 def _head_norms(nodes: Sequence[Node], taken: set[int], rounded: set[int]) -> list[Fusion]:

@@ -49,6 +49,7 @@ def compiled(process: Forked, *arguments: str) -> dict[str, object]:
         ("sm_90", "Q8_0", "float16", "route_one", 1),
         ("sm_90", "Q8_0", "float16", "with_shared", 1),
         ("sm_90", "Q8_0", "float16", "head_norms", 1),
+        ("sm_90", "Q8_0", "float16", "rope_rows", 1),
     ],
     ids=[
         "linear sm_90",
@@ -62,6 +63,7 @@ def compiled(process: Forked, *arguments: str) -> dict[str, object]:
         "router",
         "shared expert",
         "norms of heads",
+        "rotation",
     ],
 )
 def test_kernels_compile_without_spills(

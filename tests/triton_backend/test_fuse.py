@@ -11,16 +11,19 @@ import pytest
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.activation import CAP, GatedSpec, cap, gated, plain
-from quarrel.ops.contract import WeightRef, rel_error
+from quarrel.ops.attention import AttentionSpec, RopeAppendSpec, attention, rope_append
+from quarrel.ops.contract import ConstRef, WeightRef, rel_error
 from quarrel.ops.embedding import embedding, gather_rows
 from quarrel.ops.linear import ADD, add, linear, linear_add, norm_gate_up
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec, Gate, RouteSpec, expert_down, expert_up, route
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
-from quarrel.ops.program import Program
+from quarrel.ops.program import KVLayer, Program
+from quarrel.ops.rope import RopeSpec, rope, rotated_by
 from quarrel.triton_backend import fuse
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.experts import route as router
+from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.step import TritonStep
 from tests.triton_backend.test_step import LIMITS, VOCAB, Reference, Weights, batch
@@ -332,3 +335,70 @@ def test_a_norm_of_a_norm_waits_for_it() -> None:
     found = [sorted(f.parts) for f in fuse.find(made.nodes, "float16", {out.id})]
     norms = [i for i, node in enumerate(made.nodes) if node.op.name == "norm"]
     assert found == [norms[1:]]
+
+
+@pytest.mark.parametrize(
+    ("spec", "rotated"),
+    [
+        (RopeSpec("neox", 5, 64, 64, 1.25), 1),
+        (RopeSpec("norm", 3, 32, 32), 1),
+        (RopeSpec("neox", 2, 64, 24, 1.25, 3), 0),
+        (RopeSpec("neox", 3, 48, 48), 0),
+    ],
+)
+def test_heads_are_normalised_where_they_are_rotated_with_the_same_bits(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, spec: RopeSpec, rotated: int
+) -> None:
+    b = Builder()
+    h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, K))
+    x = linear(b, h, ref("x", GGMLType.Q4_0, spec.width, K))
+    x = norm(b, NormSpec("rms", spec.head_dim, 1e-5, spec.n_heads), x, ref("gain", GGMLType.F32, 1, spec.head_dim))
+    freq = ConstRef("freq", tuple(1000.0 ** (-2.0 * (i % spec.half) / spec.n_rot) for i in range(spec.n_freq)))
+    y = rope(b, spec, x, rotated_by(b, spec), freq)
+    h = linear_add(b, h, y, ref("y", GGMLType.F16, K, spec.width))
+    made = b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+    reference, outputs, names = Reference(made), [], []
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr(fuse, "_rotated", lambda *_: None)
+        step = backend.compile(made, Weights(), LIMITS, "float16")
+        assert isinstance(step, TritonStep)
+        ran = launches(step)
+        for past, tokens in ((9, 1), (0, 5)):
+            inputs = batch([(0, past, tokens)], rows=list(range(tokens)), seed=3)
+            places = np.stack([inputs.positions // (1 + axis) for axis in range(spec.axes)], 1)
+            inputs = inputs if spec.axes == 1 else replace(inputs, places=places.astype(np.int32))
+            ran.clear()
+            outputs.append(step(inputs, "hidden").hidden)
+            names.append(Counter(ran))
+            assert rel_error(outputs[-1], reference(inputs)["hidden"]) <= 5e-3  # type: ignore[arg-type]
+        step.close()
+    for i in (0, 1):
+        assert np.array_equal(outputs[i], outputs[i + 2])
+        assert names[i + 2] - names[i] == Counter(norm_rows=rotated)
+
+
+def test_a_tokens_heads_of_512_values_are_rounded_where_they_are_made(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    b, dim = Builder(), 512
+    h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, K))
+    q, k, v = (linear(b, h, ref(name, GGMLType.Q4_0, n * dim, K)) for name, n in (("q", 2), ("k", 1), ("v", 1)))
+    cache, turns = b.cache(KVLayer(1, dim)), RopeSpec("neox", 2, dim, dim)
+    freq = ConstRef("freq", tuple(1000.0 ** (-2.0 * i / dim) for i in range(dim // 2)))
+    q = rope_append(b, RopeAppendSpec(turns, replace(turns, n_heads=1)), q, k, v, freq, cache)
+    y = attention(b, AttentionSpec(2, 1, dim, 0.05), q, cache)
+    h = linear_add(b, h, y, ref("o", GGMLType.Q8_0, K, 2 * dim))
+    made, outputs, rounded = b.program(hidden=gather_rows(b, h, b.input("out_rows"))), [], []
+    for alone in (False, True):
+        if alone:
+            monkeypatch.setattr(Plan, "int8x2_target", lambda *_: (None, True))
+        step = backend.compile(made, Weights(), LIMITS, "float16")
+        assert isinstance(step, TritonStep)
+        step(batch([(0, 0, 20)], seed=1), "hidden")
+        ran = launches(step)
+        outputs.append(step(batch([(0, 20, 1)], seed=3), "hidden").hidden)
+        rounded.append(ran.count("int8x2_rows"))
+        step.close()
+    assert rel_error(outputs[0], outputs[1]) < 1e-3  # type: ignore[arg-type]
+    assert rounded[1] - rounded[0] == 1

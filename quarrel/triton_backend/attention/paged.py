@@ -212,7 +212,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     part = site.scratch("items", spec.width)
     top_sum = site.scratch("items", spec.n_heads * 2)
     arrived = site.zeros("S", spec.n_kv)
-    whole = spec.head_dim in (32, 64, 128, 256)
+    whole = spec.head_dim in (32, 64, 128, 256, 512)
     int8x2, plain = site.int8x2_target(node.outputs[0]) if whole else (None, True)
     wide, share = max(16, power_of_two(spec.head_dim)), power_of_two(spec.n_heads // spec.n_kv)
     one, many = tiles(site.compute, spec.head_dim, spec.n_heads // spec.n_kv, site.generation == 9)

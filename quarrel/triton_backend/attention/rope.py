@@ -16,6 +16,7 @@ import triton.language as tl
 
 from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, RopeAppendSpec
 from quarrel.ops.contract import Value
+from quarrel.ops.norm import NormSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.rope import ROPE, RopeSpec
@@ -163,18 +164,42 @@ def _copy(to, x, source, target, ok, S: tl.constexpr):
 
 
 @triton.jit
-def rope_rows(y, x, positions, freq, magnitude, S: tl.constexpr, R: tl.constexpr):
-    """Rotates heads. Grid (tokens, heads / R).
+def _normalise_and_rotate(to, x, gain, eps, sin, cos, magnitude, row, ok, S: tl.constexpr):
+    """`_rotate` of whole heads behind their RMS norm, which is rounded as if it were kept."""
+    i = tl.arange(0, S.WIDE)[None, :]
+    p_x, p_to = x + row[:, None] * S.DIM, to + row[:, None] * S.DIM
+    value = tl.load(p_x + i, mask=ok[:, None], other=0.0).to(tl.float32)
+    by = 1.0 / tl.sqrt(tl.sum(value * value, 1)[:, None] / S.DIM + eps)
+    a, b = _load_pairs(p_x, ok, S)
+    one = tl.arange(0, 1)
+    gain_a, gain_b = _load_pairs(gain + one[:, None], one < 1, S)
+    a, b = (a * by * gain_a).to(to.dtype.element_ty), (b * by * gain_b).to(to.dtype.element_ty)
+    low, high = rotate_pairs(a.to(tl.float32), b.to(tl.float32), sin, cos, magnitude)
+    _store_pairs(p_to, low.to(to.dtype.element_ty), high.to(to.dtype.element_ty), ok, S)
+
+
+@triton.jit
+def rope_rows(
+    y, x, positions, freq, gain, eps, magnitude, S: tl.constexpr, R: tl.constexpr, NORMS: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
+    """Rotates heads, with NORMS behind their RMS norm. Grid (tokens, heads / R).
 
     y, x       act `[tokens, S.HEADS * S.DIM]`
     positions  int32 `[tokens, S.AXES]`
     freq       float32 `[S.AXES, S.ROT / 2]`, radians a position
+    gain       float32 `[S.DIM]`, read with NORMS only: S.DIM is a power of two then, and S.ROT
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * R + tl.arange(0, R)
     row = token * S.HEADS + head
     sin, cos = _sin_cos_of(positions, freq, token, S)
-    _rotate(y, x, sin, cos, magnitude, row, row, head < S.HEADS, S)
+    if NORMS:
+        _normalise_and_rotate(y, x, gain, eps, sin, cos, magnitude, row, head < S.HEADS, S)
+    else:
+        _rotate(y, x, sin, cos, magnitude, row, row, head < S.HEADS, S)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -259,22 +284,33 @@ def _rows_each(head_dim: int, heads: int | None = None) -> int:
     return most if heads is None else min(most, power_of_two(heads))
 
 
-def build_rope(site: Site, node: Node) -> Launch:
-    """ROPE: x `[T, heads * head_dim]`, positions `[T]` int32, or one on each axis, freq `[n_rot / 2]` float32."""
+def build_rope(site: Site, node: Node, norm: Node | None = None) -> Launch:
+    """ROPE: x `[T, heads * head_dim]`, positions `[T]` int32, or one on each axis, freq `[n_rot / 2]` float32; with the
+    NORM before it."""
     spec: RopeSpec = node.spec
     x, positions, freq = node.inputs
+    if norm is not None:
+        x = norm.inputs[0]
     source, position, target = site.slot(x), site.slot(positions), site.slot(node.outputs[0])  # type: ignore[arg-type]
     table = site.const(freq)  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
     rows, shape = _rows_each(spec.head_dim, spec.n_heads), _shape(spec, spec.n_heads, 0, 0)
+    gain, eps = (table, 0.0) if norm is None else (site.vector(norm.inputs[1]), norm.spec.eps)  # type: ignore[arg-type]
 
     def run(batch: Batch) -> None:
         site.launch(
             rope_rows, (batch.count(axis), cdiv(spec.n_heads, rows)), y=target.tensor, x=source.tensor,
-            positions=position.tensor, freq=table, magnitude=spec.magnitude, S=shape, R=rows,
+            positions=position.tensor, freq=table, gain=gain, eps=eps, magnitude=spec.magnitude, S=shape, R=rows,
+            NORMS=norm is not None, early=starts_early(site),
         )  # fmt: skip
 
     return run
+
+
+def takes_norm(spec: RopeSpec, norm: NormSpec) -> bool:
+    """Whether ROPE may begin with this norm, of the same heads."""
+    whole = spec.head_dim == spec.n_rot == power_of_two(spec.head_dim) == norm.k
+    return norm.kind == "rms" and norm.out == "act" and whole and norm.groups == spec.n_heads
 
 
 def build_kv_append(site: Site, node: Node) -> Launch:
