@@ -288,7 +288,7 @@ class CpuStep:
         return CacheForm(kind, self.limits.block_size, layers, states, self.limits.window_groups)
 
     def read_blocks(self, blocks: Sequence[int]) -> list[Array]:
-        return [array[list(blocks)].view(np.uint8) for c in self._open().caches for array in (c.k, c.v)]
+        return [np.ascontiguousarray(x[list(blocks)]).view(np.uint8) for c in self._open().caches for x in (c.k, c.v)]
 
     def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array]) -> None:
         own = (array for c in self._open().caches for array in (c.k, c.v))

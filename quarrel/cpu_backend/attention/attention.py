@@ -269,7 +269,7 @@ def build_attention(e: Lowering, node: Node) -> None:
     s, (y,) = node.spec, node.outputs
     q, query_start, kv_len, block_table, cache, *rest = node.inputs
     arrays = e.caches[cache.layer]
-    group, block_size = s.n_heads // s.n_kv, arrays.k.shape[1]
+    group, block_size = s.n_heads // s.n_kv, arrays.block_size
     shape = Shape(
         *(group, s.n_kv, s.head_dim, block_size, s.scale, s.window, s.cap, s.sinks, arrays.kind, s.chunked),
         latent=s.latent,

@@ -1,13 +1,14 @@
 """The paged cache: arrays of one layer as they lie in memory, and a head's values as kernels load and store them.
 
-Codes of a head (`ops/kv.py`) are followed by their float32 scale, so that one address leads to both.
+In a block a head's tokens follow one another, so that attention reads memory in order. Codes of a head (`ops/kv.py`) are
+followed by their float32 scale, so that one address leads to both.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -21,16 +22,22 @@ from quarrel.ops.program import KVLayer
 Kind = Literal["float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2"]
 _WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1}
 LINE = 64
+N = TypeVar("N", int, Val)
 _MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Key and value arrays of one layer, `[C, block_size, n_kv, ..]`: head_dim values, or codes and scale as bytes."""
+    """Key and value arrays of one layer, `[C, block_size, n_kv, ..]`: head_dim values, or codes and scale as bytes. They
+    are views of `[C, n_kv, block_size, ..]`, the order in memory."""
 
     k: np.ndarray
     v: np.ndarray
     kind: Kind
+
+    @property
+    def block_size(self) -> int:
+        return int(self.k.shape[1])
 
 
 def kind_of(type: KVType, exact: bool) -> Kind:
@@ -38,7 +45,7 @@ def kind_of(type: KVType, exact: bool) -> Kind:
     return ("float32" if exact else "float16") if type == "auto" else type
 
 
-def head_bytes(kind: Kind, dim: int) -> int:
+def head_bytes(kind: Kind, dim: N) -> N:
     """From one head's values to the next head's."""
     return dim * _WIDTH[kind] + (4 if kind in TOP else 0)
 
@@ -47,19 +54,24 @@ def value_bytes(kind: Kind) -> int:
     return _WIDTH[kind]
 
 
+def place(block: Val, token: Val, head: Val, n_kv: int | Val, block_size: int | Val, each: int | Val) -> Val:
+    """How many bytes from its start a layer's keys or values have a block's token for a head; heads have `each` bytes."""
+    return ((block * n_kv + head) * block_size + token) * each
+
+
 def new_cache(layer: KVLayer, blocks: int, block_size: int, kind: Kind, values: KVArrays | None = None) -> Cache:
     """Zeroed (so that memory is only taken when written), or filled."""
-    shape = (blocks, block_size, layer.n_kv)
+    shape = (blocks, layer.n_kv, block_size)
 
     def array(x: Array | None, dim: int) -> np.ndarray:
         if kind in TOP:
-            out = _zeros((*shape, head_bytes(kind, dim)), np.uint8)
+            out = _zeros((*shape, head_bytes(kind, dim)), np.uint8).swapaxes(1, 2)
             if x is not None:
                 out[..., :dim], scale = encode(x, kind)  # type: ignore[arg-type]
                 out[..., dim:] = scale[..., None].view(np.uint8)
             return out
         plain = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[kind]
-        out = _zeros((*shape, dim), plain)
+        out = _zeros((*shape, dim), plain).swapaxes(1, 2)
         if x is not None:
             with np.errstate(over="ignore"):
                 out[...] = stored(x, "bfloat16").view(np.uint32) >> 16 if kind == "bfloat16" else x

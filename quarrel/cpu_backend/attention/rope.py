@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import reduce
 from operator import add
 
-from quarrel.cpu_backend.attention.cache import Kind, store_codes, store_plain, value_bytes
+from quarrel.cpu_backend.attention.cache import Kind, head_bytes, place, store_codes, store_plain, value_bytes
 from quarrel.cpu_backend.lowering import Lowering
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
@@ -118,21 +118,23 @@ def rope(style: str, pairs: int, axes: int) -> KernelDef:
     return KernelDef(f"rope/{style}{_on(axes)}", fields, body, scratch=8 * pairs + 64)
 
 
-def _append(k: Kernel, level: Level, kind: Kind, heads: Val, dim: Val, x: Val, cache: Val, slot: Val) -> None:
+def _append(
+    k: Kernel, level: Level, kind: Kind, heads: Val, block_size: Val, dim: Val, x: Val, cache: Val, slot: Val
+) -> None:
     """One token's keys or values, `heads * dim` float32 at x, into its slot."""
-    if kind in TOP:
-        step = dim + 4
-        at = cache + slot * (heads * step)
-        with k.range(0, heads) as h:
-            store_codes(k, kind, x + h * (dim << 2), at + h * step, dim)
-        return
-    size = {2: 1, 4: 2}[value_bytes(kind)]
-    at = cache + slot * (heads * dim << size)
+    block = slot.udiv(block_size)
+    with k.range(0, heads) as h:
+        head = x + h * (dim << 2)
+        at = cache + place(block, slot - block * block_size, h, heads, block_size, head_bytes(kind, dim))
 
-    def one(offset: Val, lanes: int) -> None:
-        store_plain(k, level, kind, k.load(x + offset, f32s(lanes)), at + (offset >> (2 - size)))
+        def one(offset: Val, lanes: int) -> None:
+            of_value = offset.udiv(4 // value_bytes(kind))
+            store_plain(k, level, kind, k.load(head + offset, f32s(lanes)), at + of_value)
 
-    each(k, heads * dim, one)
+        if kind in TOP:
+            store_codes(k, kind, head, at, dim)
+        else:
+            each(k, dim, one)
 
 
 def kv_append(level: Level, kind: Kind) -> KernelDef:
@@ -141,9 +143,9 @@ def kv_append(level: Level, kind: Kind) -> KernelDef:
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
         slot = k.load(a.slots + (chunk << 2), I32).to(I64)
         for x, cache, dim in ((a.k, a.k_cache, a.dim), (a.v, a.v_cache, a.value_dim)):
-            _append(k, level, kind, a.heads, dim, x + chunk * (a.heads * dim << 2), cache, slot)
+            _append(k, level, kind, a.heads, a.block_size, dim, x + chunk * (a.heads * dim << 2), cache, slot)
 
-    fields = ("k", "v", "slots", "k_cache", "v_cache", "heads", "dim", "value_dim")
+    fields = ("k", "v", "slots", "k_cache", "v_cache", "block_size", "heads", "dim", "value_dim")
     return KernelDef(f"kv_append/{kind}", fields, body)
 
 
@@ -158,10 +160,10 @@ def rope_append(style: str, level: Level, kind: Kind, pairs: int, width: int, ax
         row = chunk * (a.kv_heads * a.dim << 2)
         _rotate_row(k, style, a, a.k + row, key, a.kv_heads, cos_at, sin_at)
         slot = k.load(a.slots + (chunk << 2), I32).to(I64)
-        _append(k, level, kind, a.kv_heads, a.dim, key, a.k_cache, slot)
-        _append(k, level, kind, a.kv_heads, a.dim, a.v + row, a.v_cache, slot)
+        for x, cache in ((key, a.k_cache), (a.v + row, a.v_cache)):
+            _append(k, level, kind, a.kv_heads, a.block_size, a.dim, x, cache, slot)
 
-    operands = ("q", "k", "v", "y", "positions", "freq", "slots", "k_cache", "v_cache")
+    operands = ("q", "k", "v", "y", "positions", "freq", "slots", "k_cache", "v_cache", "block_size")
     fields = (*operands, "heads", "kv_heads", "dim", "pairs", "magnitude")
     name = f"rope_append/{style}/{kind}{_on(axes)}"
     return KernelDef(name, fields, body, scratch=8 * pairs + 4 * width + 64)
@@ -179,16 +181,16 @@ def build_rope(e: Lowering, node: Node) -> None:
 
 def build_kv_append(e: Lowering, node: Node) -> None:
     s, (k, v, slots, cache) = node.spec, node.inputs
-    kernel = kv_append(e.plan.level, e.caches[cache.layer].kind)
-    e.stage(
-        kernel, k, k=k, v=v, slots=slots, heads=s.n_kv, dim=s.head_dim, value_dim=s.latent or s.head_dim, **e.cache(cache)
-    )
+    kind, block_size = e.caches[cache.layer].kind, e.caches[cache.layer].block_size
+    sizes = {"block_size": block_size, "heads": s.n_kv, "dim": s.head_dim, "value_dim": s.latent or s.head_dim}
+    e.stage(kv_append(e.plan.level, kind), k, k=k, v=v, slots=slots, **sizes, **e.cache(cache))
 
 
 def build_rope_append(e: Lowering, node: Node) -> None:
     s, (q, k, v, positions, freq, slots, cache), (y,) = node.spec, node.inputs, node.outputs
     kernel = rope_append(s.q.style, e.plan.level, e.caches[cache.layer].kind, s.q.half, s.k.width, s.q.axes)
-    sizes = {"heads": s.q.n_heads, "kv_heads": s.k.n_heads, "dim": s.q.head_dim, "pairs": s.q.half}
+    sizes = {"block_size": e.caches[cache.layer].block_size, "heads": s.q.n_heads, "kv_heads": s.k.n_heads}
+    sizes |= {"dim": s.q.head_dim, "pairs": s.q.half}
     fields = {"positions": positions, "freq": freq, "slots": slots, "magnitude": float(s.q.magnitude), **sizes}
     e.stage(kernel, y, q=q, k=k, v=v, y=y, **e.cache(cache), **fields)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quarrel.cpu_backend.attention.cache import decoded, head_bytes, head_scale, load, raw_type, value_bytes
+from quarrel.cpu_backend.attention.cache import decoded, head_bytes, head_scale, load, place, raw_type, value_bytes
 from quarrel.cpu_backend.attention.shape import Shape
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import I32, I64, Kernel, Val, vec
@@ -28,8 +28,8 @@ class Source:
 
     @property
     def row_bytes(self) -> int:
-        """From one token's head to the next one's in the same block."""
-        return self.s.n_kv * self.head_bytes
+        """From one token's head to the next one's, of a cache in the same block."""
+        return self.head_bytes if self.table is not None else self.s.n_kv * self.head_bytes
 
     def load(self, k: Kernel, level: Level, at: Val, d: int) -> Val:
         """Values d .. d + 15 of the vector there as float32, zeros past its end."""
@@ -51,11 +51,11 @@ class Source:
     def at(self, k: Kernel, key: Val) -> Val:
         """Address of the vector of the token at position `key`."""
         s = self.s
-        token = key
-        if self.table is not None:
-            block = key.udiv(s.block_size)
-            token = k.load(self.table + (block << 2), I32).to(I64) * s.block_size + (key - block * s.block_size)
-        return self.base + token * self.row_bytes + self.head * self.head_bytes
+        if self.table is None:
+            return self.base + key * self.row_bytes + self.head * self.head_bytes
+        i = key.udiv(s.block_size)
+        block = k.load(self.table + (i << 2), I32).to(I64)
+        return self.base + place(block, key - i * s.block_size, self.head, s.n_kv, s.block_size, self.head_bytes)
 
     def sixteen(self, k: Kernel, key: Val, last: Val) -> list[Val]:
         """Addresses of tokens key .. key + 15, `key` being a multiple of 16; none is looked up beyond `last`."""
