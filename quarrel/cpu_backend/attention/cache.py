@@ -128,8 +128,7 @@ def decoded(k: Kernel, level: Level, kind: Kind, raw: Val) -> Val:
     if kind == "fp8_e5m2":
         raw = raw.to(I16, unsigned=True) << 8
     elif kind == "fp8":
-        bits = raw.to(I16, unsigned=True)
-        raw = (bits & 0x7F) << 7 | (bits & 0x80) << 8
+        raw = raw.to(I16) << 7 & 0xBF80
     return f16_to_f32(k, level, raw)
 
 

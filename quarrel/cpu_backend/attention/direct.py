@@ -2,8 +2,8 @@
 
 `split.py` works on keys and values that were unpacked to float32, for many query rows; for a few of them the unpacking
 takes longer than the products, and what it writes does not fit the first-level cache. Here sixteen keys at a time are
-transposed as they are stored, values are taken 64 at a time, and both are converted as they are multiplied. They are copied
-first: heads that lie a power of two apart share a few places of the cache, and would not stay there.
+transposed as they are stored, values are taken 64 at a time, and both are converted as they are multiplied. Keys of a cache
+block follow one another in memory, so that these stay in the first-level cache meanwhile.
 
 The sums are those of `split.py` in the same order, so that a query's result has the same bits in any block of queries.
 """
@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quarrel.cpu_backend.attention.cache import decoded, head_bytes, head_scale, raw_type, value_bytes
+from quarrel.cpu_backend.attention.cache import decoded, head_scale, raw_type, value_bytes
 from quarrel.cpu_backend.attention.shape import KEYS, SPLIT, Shape
 from quarrel.cpu_backend.attention.source import Source
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import F32, I8, I16, I32, I64, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.ir import F32, I8, I16, I64, Kernel, Val, vec
 from quarrel.cpu_backend.runtime.vector import F32x16
 from quarrel.ops.kv import TOP
 
@@ -52,20 +52,18 @@ def scores(
     """p[r, j] = q[r] . k[j] for the split's keys span[0] .. span[1] - 1, sixteen at a time; asks for
     later keys, up to position `end`."""
     first, count = span
-    size = _row_bytes(s)
-    copied, buffer = k.stack(16 * size), k.stack(16 * s.dim * value_bytes(s.kind))
+    buffer = k.stack(16 * s.dim * value_bytes(s.kind))
     scales = k.stack(64) if s.kind in TOP else None
     with k.range(first, count, 16) as j:
         later = keys.at(k, k.minimum(start + j + AHEAD, end - 1 & -16))
         here = keys.at(k, start + j)
-        with k.range(0, 16) as i:
-            _copy(k, s, here + i * keys.row_bytes, copied + i * size)
+        sixteen = [here + i * keys.row_bytes for i in range(16)]
         with k.range(0, s.dim, 16) as d:
-            at = copied + d * value_bytes(s.kind)
-            _transpose(k, s, [at + i * size for i in range(16)], buffer + d * (16 * value_bytes(s.kind)))
+            at = d * value_bytes(s.kind)
+            _transpose(k, s, [key + at for key in sixteen], buffer + at * 16)
         if scales is not None:
-            for i in range(16):
-                k.store(head_scale(k, s.kind, copied + i * size, s.dim), scales, 4 * i)
+            for i, key in enumerate(sixteen):
+                k.store(head_scale(k, s.kind, key, s.dim), scales, 4 * i)
 
         def score(r: Val, n: int) -> None:
             row, factor = q + r * (4 * s.padded), k.load(scales, F32x16) if scales is not None else None
@@ -131,22 +129,19 @@ def weigh_values(
     """sums[r] = sum_j p[r, j] v[j] over the split's keys span[0] .. span[1] - 1; asks for later ones, up to
     position `end`."""
     low, count = span
-    size = _row_bytes(s)
-    buffer, later = k.stack(KEYS * size), k.stack(8 * KEYS)
+    here, later = k.stack(8 * KEYS), k.stack(8 * KEYS)
     with k.range(0, rows * (s.dim // 16)) as i:
         k.store(k.zero(F32x16), sums + (i << 6))
     with k.range(low & -KEYS, count, KEYS) as step:
         first, stop = k.maximum(step, low), k.minimum(step + KEYS, count)
         with k.range(first & -16, stop, 16) as g:
-            here = values.at(k, start + g)
-            needed_later = values.at(k, k.minimum(start + g + KEYS, end - 1 & -16))
-            with k.range(k.maximum(first, g), k.minimum(stop, g + 16)) as j:
-                skipped = (j - g) * values.row_bytes
-                k.store(needed_later + skipped, later + (j - step << 3))
-                _copy(k, s, here + skipped, buffer + (j - step) * size)
+            used, needed_later = values.at(k, start + g), values.at(k, k.minimum(start + g + KEYS, end - 1 & -16))
+            for i in range(16):
+                for address, places in ((used, here), (needed_later, later)):
+                    k.store(address + i * values.row_bytes, places + (g - step << 3), 8 * i)
 
         def weigh(r: Val, n: int) -> None:
-            wide = 16 * max(1, (8 if level.registers >= 32 else 4) // n)
+            wide = 16 * max(1, (16 if level.registers >= 32 else 4) // n)
             whole = s.dim // wide * wide
             with k.range(0, whole, wide) as d:
                 dimensions(r, n, d, wide)
@@ -155,15 +150,17 @@ def weigh_values(
 
         def dimensions(r: Val, n: int, d: Val, count: int) -> None:
             """As many as registers hold sums of n rows."""
-            at, places = sums + r * (4 * s.dim) + (d << 2), range(0, count, 16)
+            at, places, skipped = sums + r * (4 * s.dim) + (d << 2), range(0, count, 16), d * value_bytes(s.kind)
             acc = [[k.var(k.load(at, F32x16, 4 * (s.dim * i + o))) for o in places] for i in range(n)]
             with k.range(first, stop) as j:
-                row, weight = buffer + (j - step) * size, p + r * (4 * SPLIT) + (j << 2)
-                k.prefetch(k.load(later + (j - step << 3), I64) + d * value_bytes(s.kind), locality=2)
+                row, soon = (k.load(x + (j - step << 3), I64) for x in (here, later))
+                weight = p + r * (4 * SPLIT) + (j << 2)
+                for o in range(0, count * value_bytes(s.kind), 64):
+                    k.prefetch(soon + skipped, o, locality=2)
                 scale = k.splat(head_scale(k, s.kind, row, s.dim), 16) if s.kind in TOP else None
                 factors = [k.splat(k.load(weight, F32, 4 * SPLIT * i), 16) for i in range(n)]
                 for c, o in enumerate(places):
-                    raw = k.load(row + d * value_bytes(s.kind), vec(raw_type(s.kind), 16), o * value_bytes(s.kind))
+                    raw = k.load(row + skipped, vec(raw_type(s.kind), 16), o * value_bytes(s.kind))
                     value = decoded(k, level, s.kind, raw)
                     if scale is not None:
                         value = value * scale
@@ -174,21 +171,6 @@ def weigh_values(
                     k.store(v.v, at, 4 * (s.dim * i + o))
 
         by_rows(k, rows, widths(s.group), weigh)
-
-
-def _row_bytes(s: Shape) -> int:
-    """Of a copied head."""
-    return -(-head_bytes(s.kind, s.dim) // 32) * 32
-
-
-def _copy(k: Kernel, s: Shape, source: Val, to: Val) -> None:
-    """One head, with its scale."""
-    size = s.dim * value_bytes(s.kind)
-    for o in range(0, size, 32):
-        type = vec(I8, min(32, size - o))
-        k.store(k.load(source, type, o), to, o)
-    if s.kind in TOP:
-        k.store(k.load(source, I32, size), to, size)
 
 
 def add_values(k: Kernel, s: Shape, sums: Val, o: Val, a: Val, b: Val, rows: Val) -> None:
