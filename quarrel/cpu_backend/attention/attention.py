@@ -25,7 +25,7 @@ from quarrel.cpu_backend.attention import direct
 from quarrel.cpu_backend.attention.cache import head_bytes
 from quarrel.cpu_backend.attention.direct import by_rows
 from quarrel.cpu_backend.attention.shape import KEYS, SPLIT, Shape
-from quarrel.cpu_backend.attention.source import Source
+from quarrel.cpu_backend.attention.source import Keys, Source
 from quarrel.cpu_backend.attention.split import merge, scores, softmax, weigh_values
 from quarrel.cpu_backend.lowering import Lowering
 from quarrel.cpu_backend.plan import Header, Live
@@ -75,13 +75,22 @@ def _scratch_layout(s: Shape) -> tuple[dict[str, int], int]:
 def _unpack_keys(
     k: Kernel, level: Level, keys: Source, values: Source, start: Val, first: Val, count: Val, out: Val
 ) -> None:
-    """float32 keys `first`.. of a split as `[query_dim, SPLIT]`: sixteen at a time are transposed. Prefetches what is
-    needed next."""
+    """float32 keys `first`.. of a split as `[query_dim, SPLIT]`, sixteen at a time. Prefetches what is needed next."""
     last = start + count - 1
+    in_rows = [] if isinstance(keys, Keys) else [(keys, 0)]
+    in_rows += [(values, keys.dim)] if keys.s.latent else []
     with k.range(first, count, 16) as j:
-        keys.prefetch(k, keys.sixteen(k, k.minimum(start + j + 16, last & -16), last))
         values.prefetch(k, values.sixteen(k, start + j, last))
-        for source, below in ((keys, 0), (values, keys.dim))[: 2 if keys.s.latent else 1]:
+        if isinstance(keys, Keys):
+            keys.prefetch_part(k, start + j, last, 0, 1, locality=3)
+            columns = keys.columns(k, start + j)
+            scales = keys.scales(k, columns)
+            with k.range(0, keys.dim) as d:
+                column = keys.column(k, level, columns, d)
+                k.store(column if scales is None else column * scales, out + (j << 2) + d * (4 * SPLIT))
+        else:
+            keys.prefetch(k, keys.sixteen(k, k.minimum(start + j + 16, last & -16), last))
+        for source, below in in_rows:
             rows = source.sixteen(k, start + j, last)
             at, whole = out + (j << 2) + 4 * SPLIT * below, source.dim & -16
             with k.range(0, whole, 16) as d:
@@ -118,7 +127,7 @@ def _sources(k: Kernel, s: Shape, a: Fields, seq: Val, head: Val) -> tuple[Sourc
     """Keys and values of a sequence for one head."""
     if s.causal:
         table = a.block_table + seq * (a.live_blocks << 2)
-        return Source(s, a.k_cache, table, head, s.dim), Source(s, a.v_cache, table, head, s.value_dim)
+        return Keys(s, a.k_cache, table, head, s.dim), Source(s, a.v_cache, table, head, s.value_dim)
     skipped = k.load(a.query_start + (seq << 2), I32).to(I64) * (s.n_kv * head_bytes(s.kind, s.dim))
     return Source(s, a.k_cache + skipped, None, head, s.dim), Source(s, a.v_cache + skipped, None, head, s.dim)
 

@@ -1,12 +1,16 @@
 """The paged cache: arrays of one layer as they lie in memory, and a head's values as kernels load and store them.
 
-In a block a head's tokens follow one another, so that attention reads memory in order. Codes of a head (`ops/kv.py`) are
-followed by their float32 scale, so that one address leads to both.
+A block of one head is one stretch of memory, which attention reads in order, `width` being head_dim values, or the bytes of
+codes and of their float32 scale (`ops/kv.py`):
+
+    keys    [C, n_kv, width, block_size]    sixteen keys' values in a dimension are a vector: scores transpose nothing
+    values  [C, n_kv, block_size, width]
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -28,8 +32,7 @@ _MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer, ties
 
 @dataclass(frozen=True)
 class Cache:
-    """Key and value arrays of one layer, `[C, block_size, n_kv, ..]`: head_dim values, or codes and scale as bytes. They
-    are views of `[C, n_kv, block_size, ..]`, the order in memory."""
+    """Key and value arrays of one layer, views `[C, block_size, n_kv, width]` of what the module says."""
 
     k: np.ndarray
     v: np.ndarray
@@ -54,31 +57,27 @@ def value_bytes(kind: Kind) -> int:
     return _WIDTH[kind]
 
 
-def place(block: Val, token: Val, head: Val, n_kv: int | Val, block_size: int | Val, each: int | Val) -> Val:
-    """How many bytes from its start a layer's keys or values have a block's token for a head; heads have `each` bytes."""
-    return ((block * n_kv + head) * block_size + token) * each
+def block_place(block: Val, head: Val, n_kv: int | Val, block_size: int | Val, each: int | Val) -> Val:
+    """How many bytes from its start a layer's keys or values have a block of a head; a token's have `each` bytes."""
+    return (block * n_kv + head) * (block_size * each)
 
 
 def new_cache(layer: KVLayer, blocks: int, block_size: int, kind: Kind, values: KVArrays | None = None) -> Cache:
     """Zeroed (so that memory is only taken when written), or filled."""
-    shape = (blocks, layer.n_kv, block_size)
-
-    def array(x: Array | None, dim: int) -> np.ndarray:
+    assert block_size % 16 == 0, f"blocks of {block_size} tokens"
+    type = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}.get(kind, np.uint8)
+    k_width, v_width = (head_bytes(kind, dim) // np.dtype(type).itemsize for dim in (layer.head_dim, layer.value_dim))
+    k = _zeros((blocks, layer.n_kv, k_width, block_size), type).transpose(0, 3, 1, 2)
+    v = _zeros((blocks, layer.n_kv, block_size, v_width), type).transpose(0, 2, 1, 3)
+    for out, x in ((k, values.k), (v, values.v)) if values else ():
+        dim = x.shape[-1]
         if kind in TOP:
-            out = _zeros((*shape, head_bytes(kind, dim)), np.uint8).swapaxes(1, 2)
-            if x is not None:
-                out[..., :dim], scale = encode(x, kind)  # type: ignore[arg-type]
-                out[..., dim:] = scale[..., None].view(np.uint8)
-            return out
-        plain = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}[kind]
-        out = _zeros((*shape, dim), plain).swapaxes(1, 2)
-        if x is not None:
+            out[..., :dim], scale = encode(x, kind)  # type: ignore[arg-type]
+            out[..., dim:] = scale[..., None].view(np.uint8)
+        else:
             with np.errstate(over="ignore"):
                 out[...] = stored(x, "bfloat16").view(np.uint32) >> 16 if kind == "bfloat16" else x
-        return out
-
-    k, v = (values.k, values.v) if values else (None, None)
-    return Cache(array(k, layer.head_dim), array(v, layer.value_dim), kind)
+    return Cache(k, v, kind)
 
 
 def _zeros(shape: tuple[int, ...], type: Any) -> np.ndarray:
@@ -138,21 +137,23 @@ def head_scale(k: Kernel, kind: Kind, at: Val, dim: int) -> Val:
     return scale * 256.0 if kind == "fp8" else scale
 
 
-def store_plain(k: Kernel, level: Level, kind: Kind, x: Val, at: Val) -> None:
-    """float32 values, rounded to nearest even."""
+Put = Callable[[Val, Val], None]
+"""Stores a vector or one of a head's values, as its cache has them, from a dimension on."""
+
+
+def rounded(k: Kernel, level: Level, kind: Kind, x: Val) -> Val:
+    """float32 values as a cache without codes has them, to nearest even."""
     if kind == "float32":
-        k.store(x, at)
-    elif kind == "float16":
-        k.store(f32_to_f16(k, level, x), at)
-    else:
-        bits = x.bitcast(vec(I32, x.lanes))
-        rounded = bits + (0x7FFF + (bits >> 16 & 1))
-        nan = (bits & 0x7FFFFFFF) > 0x7F800000
-        k.store((k.select(nan, bits | 0x400000, rounded) >> 16).to(I16), at)
+        return x
+    if kind == "float16":
+        return f32_to_f16(k, level, x)
+    bits = x.bitcast(vec(I32, x.lanes))
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return (k.select(nan, bits | 0x400000, bits + (0x7FFF + (bits >> 16 & 1))) >> 16).to(I16)
 
 
-def store_codes(k: Kernel, kind: Kind, x: Val, at: Val, dim: Val) -> None:
-    """A head of `dim` float32 values at x as codes and their scale at `at`."""
+def store_codes(k: Kernel, kind: Kind, x: Val, dim: Val, put: Put) -> None:
+    """A head of `dim` float32 values at x as codes and, behind them, their scale."""
     whole = dim & -16
     wide, one = k.var(k.zero(F32x16)), k.var(k.f32(0.0))
     bad_wide, bad_one = k.var(k.zero(F32x16)), k.var(k.f32(0.0))
@@ -166,11 +167,12 @@ def store_codes(k: Kernel, kind: Kind, x: Val, at: Val, dim: Val) -> None:
     most = k.maximum(max_lanes(k, wide.v), one.v)
     inverse = k.select(most > LEAST, top / most, 0.0)
     # What is not finite makes the scale NaN, so it shows in every result.
-    k.store(most * (1.0 / top) + (sum_lanes(bad_wide.v) + bad_one.v), at + dim)
+    scale = most * (1.0 / top) + (sum_lanes(bad_wide.v) + bad_one.v)
+    put(scale.bitcast(vec(I8, 4)), dim)
     with k.range(0, whole, 16) as i:
-        k.store(_codes(k, kind, k.load(x + (i << 2), F32x16) * k.splat(inverse, 16)), at + i)
+        put(_codes(k, kind, k.load(x + (i << 2), F32x16) * k.splat(inverse, 16)), i)
     with k.range(whole, dim) as i:
-        k.store(_codes(k, kind, k.load(x + (i << 2), F32) * inverse), at + i)
+        put(_codes(k, kind, k.load(x + (i << 2), F32) * inverse), i)
 
 
 def _codes(k: Kernel, kind: Kind, y: Val) -> Val:

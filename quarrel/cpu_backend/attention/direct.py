@@ -1,9 +1,8 @@
 """A few query rows and the keys of one split, read as the cache has them: what decoding is.
 
 `split.py` works on keys and values that were unpacked to float32, for many query rows; for a few of them the unpacking
-takes longer than the products, and what it writes does not fit the first-level cache. Here sixteen keys at a time are
-transposed as they are stored, values are taken 64 at a time, and both are converted as they are multiplied. Keys of a cache
-block follow one another in memory, so that these stay in the first-level cache meanwhile.
+takes longer than the products, and what it writes does not fit the first-level cache. Here both are converted as they are
+multiplied, sixteen keys and 64 values at a time.
 
 The sums are those of `split.py` in the same order, so that a query's result has the same bits in any block of queries.
 """
@@ -14,22 +13,19 @@ from collections.abc import Callable
 
 from quarrel.cpu_backend.attention.cache import decoded, head_scale, raw_type, value_bytes
 from quarrel.cpu_backend.attention.shape import KEYS, SPLIT, Shape
-from quarrel.cpu_backend.attention.source import Source
+from quarrel.cpu_backend.attention.source import Keys, Source
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import F32, I8, I16, I64, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.ir import F32, I64, Kernel, Val, vec
 from quarrel.cpu_backend.runtime.vector import F32x16
 from quarrel.ops.kv import TOP
 
-AHEAD = 32
-"""How many keys ahead of their use keys are asked for."""
 MOST_ROWS = 8
 """Query rows (positions times heads of the group), at most, that are computed here."""
 
 
 def takes(s: Shape) -> bool:
     """Whether a layer's queries are computed here where they are few."""
-    whole = s.dim % 16 == 0 and s.block_size % 16 == 0
-    return s.causal and whole and not s.latent and s.group <= MOST_ROWS and s.kind != "float32"
+    return s.causal and s.dim % 16 == 0 and not s.latent and s.group <= MOST_ROWS and s.kind != "float32"
 
 
 def widths(group: int) -> tuple[int, ...]:
@@ -47,36 +43,26 @@ def by_rows(k: Kernel, count: Val, at_once: tuple[int, ...], work: Callable[[Val
 
 
 def scores(
-    k: Kernel, level: Level, s: Shape, q: Val, keys: Source, p: Val, rows: Val, start: Val, span: tuple[Val, Val], end: Val
+    k: Kernel, level: Level, s: Shape, q: Val, keys: Keys, p: Val, rows: Val, start: Val, span: tuple[Val, Val], end: Val
 ) -> None:
-    """p[r, j] = q[r] . k[j] for the split's keys span[0] .. span[1] - 1, sixteen at a time; asks for
-    later keys, up to position `end`."""
+    """p[r, j] = q[r] . k[j] for the split's keys span[0] .. span[1] - 1, sixteen at a time; asks for later keys, up to
+    position `end`."""
     first, count = span
-    buffer = k.stack(16 * s.dim * value_bytes(s.kind))
-    scales = k.stack(64) if s.kind in TOP else None
     with k.range(first, count, 16) as j:
-        later = keys.at(k, k.minimum(start + j + AHEAD, end - 1 & -16))
-        here = keys.at(k, start + j)
-        sixteen = [here + i * keys.row_bytes for i in range(16)]
-        with k.range(0, s.dim, 16) as d:
-            at = d * value_bytes(s.kind)
-            _transpose(k, s, [key + at for key in sixteen], buffer + at * 16)
-        if scales is not None:
-            for i, key in enumerate(sixteen):
-                k.store(head_scale(k, s.kind, key, s.dim), scales, 4 * i)
+        columns = keys.columns(k, start + j)
+        scales = keys.scales(k, columns)
 
         def score(r: Val, n: int) -> None:
-            row, factor = q + r * (4 * s.padded), k.load(scales, F32x16) if scales is not None else None
+            row = q + r * (4 * s.padded)
             acc = [k.var(k.zero(F32x16)) for _ in range(n)]
-            # Two keys are asked for at a time: all sixteen at once would fill the queue of misses, and wait there.
+            # An eighth is asked for at a time: all at once would fill the queue of misses, and wait there.
             with k.range(0, 8) as part:
-                for i in range(2):
-                    keys.prefetch(k, [later + (part * 2 + i) * keys.row_bytes], locality=2)
+                keys.prefetch_part(k, start + j, end - 1, part, 8, locality=2)
                 with k.range(part * (s.dim // 8), (part + 1) * (s.dim // 8), 2) as d:
                     for odd in range(2):
-                        column = _column(k, level, s, buffer + d * (16 * value_bytes(s.kind)), odd)
-                        if factor is not None:
-                            column = column * factor
+                        column = keys.column(k, level, columns, d + odd)
+                        if scales is not None:
+                            column = column * scales
                         for i, v in enumerate(acc):
                             x = k.splat(k.load(row + (d << 2), F32, 4 * s.padded * i + 4 * odd), 16)
                             v.v = k.fma(column, x, v.v)
@@ -84,34 +70,6 @@ def scores(
                 k.store(v.v, p + r * (4 * SPLIT) + (j << 2), 4 * SPLIT * i)
 
         by_rows(k, rows, widths(s.group), score)
-
-
-def _transpose(k: Kernel, s: Shape, rows: list[Val], out: Val) -> None:
-    """Sixteen values of sixteen keys, by dimension: 16 values of 16 bits; of bytes eight of one dimension, eight of the
-    next, then the other eight keys of both."""
-    size = value_bytes(s.kind)
-    each = 16 // size  # values in 128 bits
-    for d in range(0, 16, each):
-        loads = [k.load(row, vec(I8 if size == 1 else I16, each), size * d) for row in rows]
-        v = [low.concat(high) for low, high in zip(loads[:8], loads[8:], strict=True)]
-        for _ in range(3):  # each moves the highest bit of a vector's number below its lanes'
-            v = [_interleave(v[i], v[i + 4], start) for i in range(4) for start in (0, each // 2)]
-        for i, columns in enumerate(v):
-            k.store(columns, out, 16 * size * d + 32 * i)
-
-
-def _interleave(a: Val, b: Val, start: int) -> Val:
-    """Of every 128 bits the low or high half of a's lanes, each followed by b's, as punpck does."""
-    lanes = a.lanes
-    return a.shuffle([part + start + i + of for part in (0, lanes // 2) for i in range(lanes // 4) for of in (0, lanes)], b)
-
-
-def _column(k: Kernel, level: Level, s: Shape, at: Val, odd: int) -> Val:
-    """Sixteen keys' values in the first or second of the two dimensions at `at`."""
-    if value_bytes(s.kind) == 2:
-        return decoded(k, level, s.kind, k.load(at, vec(raw_type(s.kind), 16), 32 * odd))
-    low, high = (decoded(k, level, s.kind, k.load(at, vec(I8, 8), 8 * odd + o)) for o in (0, 16))
-    return low.concat(high)
 
 
 def weigh_values(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import reduce
 from operator import add
 
-from quarrel.cpu_backend.attention.cache import Kind, head_bytes, place, store_codes, store_plain, value_bytes
+from quarrel.cpu_backend.attention.cache import Kind, block_place, head_bytes, rounded, store_codes, value_bytes
 from quarrel.cpu_backend.lowering import Lowering
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
@@ -119,22 +119,28 @@ def rope(style: str, pairs: int, axes: int) -> KernelDef:
 
 
 def _append(
-    k: Kernel, level: Level, kind: Kind, heads: Val, block_size: Val, dim: Val, x: Val, cache: Val, slot: Val
+    k: Kernel, level: Level, kind: Kind, heads: Val, block_size: Val, dim: Val, x: Val, cache: Val, slot: Val, key: bool
 ) -> None:
-    """One token's keys or values, `heads * dim` float32 at x, into its slot."""
-    block = slot.udiv(block_size)
+    """One token's key or value, `heads * dim` float32 at x, into its slot."""
+    size, each_token = value_bytes(kind), head_bytes(kind, dim)
+    block, between = slot.udiv(block_size), block_size * size
+    token = slot - block * block_size
     with k.range(0, heads) as h:
         head = x + h * (dim << 2)
-        at = cache + place(block, slot - block * block_size, h, heads, block_size, head_bytes(kind, dim))
+        at = cache + block_place(block, h, heads, block_size, each_token) + token * (size if key else each_token)
 
-        def one(offset: Val, lanes: int) -> None:
-            of_value = offset.udiv(4 // value_bytes(kind))
-            store_plain(k, level, kind, k.load(head + offset, f32s(lanes)), at + of_value)
+        def put(stored: Val, d: Val) -> None:
+            if not key:
+                k.store(stored, at + d * size)
+                return
+            first = at + d * between
+            for lane in range(stored.lanes):
+                k.store(stored[lane] if stored.lanes > 1 else stored, first + between * lane)
 
         if kind in TOP:
-            store_codes(k, kind, head, at, dim)
+            store_codes(k, kind, head, dim, put)
         else:
-            each(k, dim, one)
+            each(k, dim, lambda o, lanes: put(rounded(k, level, kind, k.load(head + o, f32s(lanes))), o >> 2))
 
 
 def kv_append(level: Level, kind: Kind) -> KernelDef:
@@ -142,8 +148,8 @@ def kv_append(level: Level, kind: Kind) -> KernelDef:
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
         slot = k.load(a.slots + (chunk << 2), I32).to(I64)
-        for x, cache, dim in ((a.k, a.k_cache, a.dim), (a.v, a.v_cache, a.value_dim)):
-            _append(k, level, kind, a.heads, a.block_size, dim, x + chunk * (a.heads * dim << 2), cache, slot)
+        for x, cache, dim, key in ((a.k, a.k_cache, a.dim, True), (a.v, a.v_cache, a.value_dim, False)):
+            _append(k, level, kind, a.heads, a.block_size, dim, x + chunk * (a.heads * dim << 2), cache, slot, key)
 
     fields = ("k", "v", "slots", "k_cache", "v_cache", "block_size", "heads", "dim", "value_dim")
     return KernelDef(f"kv_append/{kind}", fields, body)
@@ -160,8 +166,8 @@ def rope_append(style: str, level: Level, kind: Kind, pairs: int, width: int, ax
         row = chunk * (a.kv_heads * a.dim << 2)
         _rotate_row(k, style, a, a.k + row, key, a.kv_heads, cos_at, sin_at)
         slot = k.load(a.slots + (chunk << 2), I32).to(I64)
-        for x, cache in ((key, a.k_cache), (a.v + row, a.v_cache)):
-            _append(k, level, kind, a.kv_heads, a.block_size, a.dim, x, cache, slot)
+        for x, cache, is_key in ((key, a.k_cache, True), (a.v + row, a.v_cache, False)):
+            _append(k, level, kind, a.kv_heads, a.block_size, a.dim, x, cache, slot, is_key)
 
     operands = ("q", "k", "v", "y", "positions", "freq", "slots", "k_cache", "v_cache", "block_size")
     fields = (*operands, "heads", "kv_heads", "dim", "pairs", "magnitude")

@@ -1,13 +1,15 @@
-"""Where one head's keys or values of a sequence are in memory."""
+"""Where one head's keys or values of a sequence are in memory: `attention/cache.py`, or rows of the step."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
 
-from quarrel.cpu_backend.attention.cache import decoded, head_bytes, head_scale, load, place, raw_type, value_bytes
+from quarrel.cpu_backend.attention.cache import block_place, decoded, head_bytes, head_scale, load, raw_type, value_bytes
 from quarrel.cpu_backend.attention.shape import Shape
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import I32, I64, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.ir import I8, I32, I64, Kernel, Val, vec
 from quarrel.cpu_backend.runtime.vector import F32x16
 from quarrel.ops.kv import TOP
 
@@ -50,17 +52,19 @@ class Source:
 
     def at(self, k: Kernel, key: Val) -> Val:
         """Address of the vector of the token at position `key`."""
-        s = self.s
         if self.table is None:
             return self.base + key * self.row_bytes + self.head * self.head_bytes
+        return self._in_block(k, key, self.head_bytes)
+
+    def _in_block(self, k: Kernel, key: Val, each: int) -> Val:
+        """`each` bytes for each token of the block of the one at position `key` before it."""
+        s = self.s
         i = key.udiv(s.block_size)
-        block = k.load(self.table + (i << 2), I32).to(I64)
-        return self.base + place(block, key - i * s.block_size, self.head, s.n_kv, s.block_size, self.head_bytes)
+        start = block_place(k.load(self.table + (i << 2), I32).to(I64), self.head, s.n_kv, s.block_size, self.head_bytes)
+        return self.base + start + (key - i * s.block_size) * each
 
     def sixteen(self, k: Kernel, key: Val, last: Val) -> list[Val]:
-        """Addresses of tokens key .. key + 15, `key` being a multiple of 16; none is looked up beyond `last`."""
-        if self.s.block_size % 16:
-            return [self.at(k, k.minimum(key + i, last)) for i in range(16)]
+        """Addresses of tokens key .. key + 15, `key` being a multiple of 16."""
         # A cache block is whole memory; rows one after another end with the last.
         first = self.at(k, key)
         return [
@@ -74,3 +78,38 @@ class Source:
                 k.prefetch(row, line, locality)
             if self.head_bytes % 64:  # it may end in a further line
                 k.prefetch(row, self.head_bytes - 1, locality)
+
+
+@dataclass(frozen=True)
+class Keys(Source):
+    """Of a cache: sixteen tokens' values in one dimension are a vector."""
+
+    @property
+    def _pitch(self) -> int:
+        """Bytes from one dimension of a block to the next one."""
+        return self.s.block_size * value_bytes(self.s.kind)
+
+    def columns(self, k: Kernel, key: Val) -> Val:
+        """Address of the first dimension of tokens key .. key + 15, `key` being a multiple of 16."""
+        return self._in_block(k, key, value_bytes(self.s.kind))
+
+    def column(self, k: Kernel, level: Level, at: Val, d: Val) -> Val:
+        """Sixteen tokens' values in dimension d, of those at `at`, as float32; codes lack their scales."""
+        kind = self.s.kind
+        return decoded(k, level, kind, k.load(at + d * self._pitch, vec(raw_type(kind), 16)))
+
+    def scales(self, k: Kernel, at: Val) -> Val | None:
+        """Of the sixteen tokens at `at`, if they are codes."""
+        if self.s.kind not in TOP:
+            return None
+        bytes = (k.load(at, vec(I8, 16), (self.dim + i) * self._pitch).to(I32, unsigned=True) << 8 * i for i in range(4))
+        scales = reduce(or_, bytes).bitcast(F32x16)
+        return scales * 256.0 if self.s.kind == "fp8" else scales
+
+    def prefetch_part(self, k: Kernel, key: Val, last: Val, part: Val | int, parts: int, locality: int) -> None:
+        """Of the next block as much as sixteen of this block's keys from `key` on are of it, in so many parts; none is
+        looked up beyond `last`."""
+        size = 16 * self.head_bytes // parts
+        at = self.at(k, k.minimum(key + self.s.block_size, last & -16)) + k.lift(part, I64) * size
+        for line in range(0, size, 64):
+            k.prefetch(at, line, locality)
