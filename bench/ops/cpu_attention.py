@@ -2,8 +2,9 @@
 
     python -m bench.ops.cpu_attention --out FILE.jsonl [--kinds float16,int8,fp8] [--shapes 4x8x128,...] [--tree NAME]
 
-A shape is query heads of a key/value head, key/value heads, head_dim. A figure is the least processor time of many runs in
-turns with `max` of NumPy over as many bytes of another array. `--tree` is kept in the record: run two checkouts in turns.
+A shape is query heads of a key/value head, key/value heads, head_dim. A figure is the least processor time of many runs, a
+key/value head each, in turns with `max` of NumPy over as many bytes. Both come from memory: caches take turns. `--tree` is
+kept in the record: run two checkouts in turns.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,15 @@ import numpy as np
 
 from bench.shared import Notes, command_line
 from quarrel.cpu_backend.attention.attention import attention
-from quarrel.cpu_backend.attention.cache import new_cache
+from quarrel.cpu_backend.attention.cache import Cache, head_bytes, new_cache
 from quarrel.cpu_backend.attention.shape import Shape
 from quarrel.cpu_backend.runtime.features import level
 from quarrel.cpu_backend.runtime.pool import aligned
 from quarrel.ops.program import KVLayer
 
 BLOCK = 32
+ROTATING = 128 << 20
+"""Bytes that take turns, of keys and values and of what is read: more than a third-level cache."""
 Kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 
 
@@ -42,59 +46,68 @@ def main() -> int:
     for shape in args.shapes.split(","):
         for keys in map(int, args.keys.split(",")):
             for kind in args.kinds.split(","):
-                run, size = attended(kind, keys, *map(int, shape.split("x")))
-                words = np.ones(size // 8, np.int64)
-                ours, read = least([run, words.max], args.seconds)
+                runs, size = attended(kind, keys, *map(int, shape.split("x")))
+                words = np.ones((len(runs), size // 8), np.int64)
+                ours, read = least([cycle(runs), cycle([part.max for part in words])], args.seconds)
                 figures = {"us": round(ours / 1e3), "read_us": round(read / 1e3), "over_bytes": round(ours / read, 2)}
                 notes.say(
                     tree=args.tree,
                     kind=kind,
                     shape=shape,
                     keys=keys,
-                    mb=round(size / 1e6, 1),
+                    mb=round(size / 1e6, 2),
                     level=level().name,
                     **figures,
                 )
     return 0
 
 
-def least(runs: list[Callable[[], Any]], seconds: float) -> list[int]:
-    """Nanoseconds of this thread's processor time of each, in turns."""
+def least(runs: list[Iterator[Callable[[], Any]]], seconds: float) -> list[int]:
+    """Nanoseconds of this thread's processor time that the quickest of each takes, in turns."""
     best, end = [1 << 62] * len(runs), time.perf_counter() + seconds
     while time.perf_counter() < end:
-        for i, run in enumerate(runs):
+        for i, run in enumerate(map(next, runs)):
             began = time.thread_time_ns()
             run()
             best[i] = min(best[i], time.thread_time_ns() - began)
     return best
 
 
-def attended(kind: Any, keys: int, group: int, n_kv: int, dim: int) -> tuple[Callable[[], None], int]:
-    """The kernel's chunks of one query, and the bytes of keys and values."""
-    rng, blocks = np.random.default_rng(0), keys // BLOCK
-    cache = new_cache(KVLayer(n_kv, dim), blocks, BLOCK, kind)
+def attended(kind: Any, keys: int, group: int, n_kv: int, dim: int) -> tuple[list[Callable[[], None]], int]:
+    """One query's chunks of several caches, a key/value head each, and the bytes of its keys and values."""
+    size = 2 * keys * head_bytes(kind, dim)
+    caches = [_filled(kind, keys // BLOCK, n_kv, dim) for _ in range(-(-ROTATING // (size * n_kv)))]
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((1, n_kv * group * dim)).astype(np.float32)
+    y, item, live = np.zeros_like(q), np.array([0, 0, 1, keys - 1]), np.array([1, keys // BLOCK])
+    table = np.arange(keys // BLOCK, dtype=np.int32)
+    kernel = attention(Shape(group, n_kv, dim, BLOCK, dim**-0.5, kind=kind), level())
+    scratch, function = aligned(kernel.scratch + 64), Kernel(kernel.address(level()))
+
+    def chunk(cache: Cache, head: int) -> Callable[[], None]:
+        arrays = {"q": q, "y": y, "k_cache": cache.k, "v_cache": cache.v, "items": item, "block_table": table}
+        fields = {name: array.ctypes.data for name, array in arrays.items()}
+        fields |= {"live_items": live.ctypes.data, "live_blocks": live.ctypes.data + 8, "sinks": 0, "see_to": 0}
+        packed = kernel.pack(fields)
+
+        def run() -> None:
+            assert arrays
+            function(packed.ctypes.data, head, scratch.ctypes.data)
+
+        return run
+
+    return [chunk(cache, head) for cache in caches for head in range(n_kv)], size
+
+
+def _filled(kind: Any, blocks: int, n_kv: int, dim: int) -> Cache:
+    rng, cache = np.random.default_rng(0), new_cache(KVLayer(n_kv, dim), blocks, BLOCK, kind)
     for array in (cache.k, cache.v):
         if array.dtype == np.float16:
             array[...] = rng.standard_normal((1, BLOCK, n_kv, dim)).astype(np.float16)
         else:
             array[..., :dim] = rng.integers(0, 120, (1, BLOCK, n_kv, dim))
             array[..., dim:] = np.array([0.01], np.float32).view(np.uint8)
-    q = rng.standard_normal((1, n_kv * group * dim)).astype(np.float32)
-    y, item, live = np.zeros_like(q), np.array([0, 0, 1, keys - 1]), np.array([1, blocks])
-    table = np.arange(blocks, dtype=np.int32)
-    kernel = attention(Shape(group, n_kv, dim, BLOCK, dim**-0.5, kind=kind), level())
-    arrays = {"q": q, "y": y, "k_cache": cache.k, "v_cache": cache.v, "items": item, "block_table": table}
-    fields = {name: array.ctypes.data for name, array in arrays.items()}
-    fields |= {"live_items": live.ctypes.data, "live_blocks": live.ctypes.data + 8, "sinks": 0, "see_to": 0}
-    packed, scratch, function = kernel.pack(fields), aligned(kernel.scratch + 64), Kernel(kernel.address(level()))
-
-    def run() -> None:
-        for head in range(n_kv):
-            function(packed.ctypes.data, head, scratch.ctypes.data)
-        assert arrays
-        assert len(live)
-
-    return run, cache.k.nbytes + cache.v.nbytes
+    return cache
 
 
 if __name__ == "__main__":
