@@ -28,8 +28,10 @@ def takes(s: Shape) -> bool:
     return s.causal and s.dim % 16 == 0 and not s.latent and s.group <= MOST_ROWS and s.kind != "float32"
 
 
-def widths(group: int) -> tuple[int, ...]:
+def widths(group: int, level: Level) -> tuple[int, ...]:
     """How many of the query rows, whole groups, share one conversion of a key."""
+    if group == 8 and level.registers >= 32:
+        return (8,)
     return (4,) if group % 4 == 0 else (4, 2) if group % 2 == 0 else (4, 2, 1)
 
 
@@ -69,7 +71,7 @@ def scores(
             for i, v in enumerate(acc):
                 k.store(v.v, p + r * (4 * SPLIT) + (j << 2), 4 * SPLIT * i)
 
-        by_rows(k, rows, widths(s.group), score)
+        by_rows(k, rows, widths(s.group, level), score)
 
 
 def weigh_values(
@@ -128,7 +130,7 @@ def weigh_values(
                 for v, o in zip(of_row, places, strict=True):
                     k.store(v.v, at, 4 * (s.dim * i + o))
 
-        by_rows(k, rows, widths(s.group), weigh)
+        by_rows(k, rows, widths(s.group, level), weigh)
 
 
 def add_values(k: Kernel, s: Shape, sums: Val, o: Val, a: Val, b: Val, rows: Val) -> None:
