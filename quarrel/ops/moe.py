@@ -81,6 +81,9 @@ def _make_route(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     s: RouteSpec = case.spec
     logits = draw.activations(rng, case.dims["T"], s.n_experts) * 2
     logits[0] = 0.0
+    if case.dims.get("far"):  # what exp of them alone does not hold
+        logits[1::2] += 100.0
+        logits[2::2] -= 100.0
     return (logits, *(draw.weight(rng, GGMLType.F32, 1, s.n_experts, 0.1) for _ in range(s.bias + s.gains)))
 
 
@@ -120,6 +123,8 @@ ROUTE = Op(
         Case(RouteSpec(3, 3, "softmax"), {"T": 1}, "every expert"),
         Case(RouteSpec(40, 5, "softmax", gains=True), {"T": 7}, "gains"),
         Case(RouteSpec(40, 5, "sigmoid", bias=True, gains=True), {"T": 1}, "bias and gains"),
+        Case(RouteSpec(40, 5, "softmax", renormalise=False), {"T": 5, "far": 1}, "logits far from 0"),
+        Case(RouteSpec(40, 5, "softmax_topk"), {"T": 5, "far": 1}, "logits far from 0"),
     ],
 )
 
