@@ -338,7 +338,10 @@ class TritonStep:
         return True
 
     def _item_starts(self, inputs: StepInputs, seqs: int = 0) -> Array:
-        return item_starts(inputs.query_start, inputs.kv_len, seqs, self.limits.deterministic, self._plan.most_splits)
+        plan = self._plan
+        return item_starts(
+            inputs.query_start, inputs.kv_len, seqs, self.limits.deterministic, plan.most_splits, plan.split_alone
+        )
 
     def _items(self, items: int, seqs: int) -> int:
         """Items that a graph has programs for."""

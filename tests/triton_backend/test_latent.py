@@ -21,6 +21,8 @@ from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Program
 from quarrel.ops.reference import run_program
 from quarrel.ops.rope import RopeSpec
+from quarrel.triton_backend import plan
+from quarrel.triton_backend.attention.splits import SPLIT, STEP
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime import trials
@@ -115,6 +117,7 @@ def test_decode_normalises_rotates_and_appends_in_the_launch_of_attention_with_t
     backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, style: Literal["norm", "neox"], normed: bool
 ) -> None:
     program = latent(style=style, normed=normed)
+    monkeypatch.setattr(plan.latent, "split_alone", lambda _: SPLIT)  # other splits are other sums
     monkeypatch.setattr(trials, "on", {"latent-decode"})
     outputs, names, caches = run(backend, program)
     monkeypatch.setattr(trials, "on", set())
@@ -132,9 +135,24 @@ def test_a_cache_of_codes_is_written_by_a_launch_of_its_own(
     backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = latent()
+    monkeypatch.setattr(plan.latent, "split_alone", lambda _: SPLIT)
     monkeypatch.setattr(trials, "on", {"latent-decode"})
     outputs, names, _ = run(backend, program, "int8")
     monkeypatch.setattr(trials, "on", set())
     alone, names_alone, _ = run(backend, program, "int8")
     assert all(np.array_equal(a, b) for a, b in zip(outputs, alone, strict=True))
     assert names == names_alone
+
+
+def test_one_sequence_over_compressed_keys_alone_has_splits_of_a_tile(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, (one, two) = latent(), (batch([(0, 150, 1)]), batch([(0, 150, 1), (12, 4, 1)]))
+    for trial, split in ({"latent-decode"}, STEP), (set[str](), SPLIT):
+        monkeypatch.setattr(trials, "on", trial)
+        step = backend.compile(program, Weights(), LONG, "float16")
+        assert isinstance(step, TritonStep)
+        assert step._item_starts(one).tolist() == [0, -(-151 // split)]
+        assert step._item_starts(two).tolist() == [0, 2, 3]
+        step.close()
+    assert plan.latent.split_alone([]) == plan.latent.split_alone([AttentionSpec(2, 1, 64, 1.0)]) == SPLIT

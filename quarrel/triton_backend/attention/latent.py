@@ -14,7 +14,7 @@ may be added by the map of heads behind it (`fuse.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,8 +31,9 @@ from quarrel.triton_backend.attention.decode import LOG2E, find, rotated
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES, as_values
 from quarrel.triton_backend.attention.records import Append, Keys, Partial, Rotation, Sequences
 from quarrel.triton_backend.attention.rope import sin_cos
-from quarrel.triton_backend.attention.splits import combine_head, split_of
+from quarrel.triton_backend.attention.splits import SPLIT, STEP, combine_head, split_of
 from quarrel.triton_backend.linear.heads import build_head_linear
+from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import DTYPES
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
@@ -354,6 +355,12 @@ def appends(site: Site, node: Node) -> bool:
     return cache.k.dtype == DTYPES[site.compute]
 
 
+def split_alone(layers: Sequence[AttentionSpec]) -> int:
+    """Most keys of a split in a step of one sequence with such layers: a tile, where few programs would have several."""
+    small = layers and all(spec.latent for spec in layers) and not trials.waits("latent-decode")
+    return STEP if small else SPLIT
+
+
 def build_attention(site: Site, node: Node, before: Before | None = None, behind: Node | None = None) -> Launch:
     """ATTENTION: q `[T, heads * (head_dim + latent)]`, query_start `[S + 1]`, kv_len `[S]`, block_table `[S, B]`.
 
@@ -365,6 +372,8 @@ def build_attention(site: Site, node: Node, before: Before | None = None, behind
     heads, rank = spec.n_heads, spec.latent
     part, top_sum = site.scratch("items", heads * rank), site.scratch("items", heads * 2)
     one, many = tiles(site.compute, heads, site.generation)
+    # One sequence leaves most of the device idle: as few heads to a program as a product has rows.
+    alone = one if trials.waits("latent-decode") else tiles(site.compute, 16, site.generation)[0]
     together = min(heads, many.rows)
     shape = LatentShape(heads, spec.head_dim, rank, cache.block_size, cache.kind)
     common: dict[str, Any] = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "scale": spec.scale * LOG2E, "S": shape}
@@ -384,12 +393,13 @@ def build_attention(site: Site, node: Node, before: Before | None = None, behind
     def decode(batch: Batch) -> None:
         """The sequences with one new token."""
         starts = site.tables.item_start.tensor
+        tile = alone if batch.S == 1 else one
         queries, append = (q.tensor, absent(q.tensor)) if left is None else left()
         site.launch(
-            attend_latent_one, (batch.items, cdiv(heads, one.rows)), out=target.tensor, partial=partial(), q=queries,
+            attend_latent_one, (batch.items, cdiv(heads, tile.rows)), out=target.tensor, partial=partial(), q=queries,
             append=append, sequences=sequences(), item_start=starts, seqs=batch.S, **common, ROTATE=style,
-            NORMS=before is not None and before.norm is not None, BLOCK_M=one.rows, BLOCK_N=one.keys, warps=one.warps,
-            stages=one.stages, early=starts_early(site),
+            NORMS=before is not None and before.norm is not None, BLOCK_M=tile.rows, BLOCK_N=tile.keys, warps=tile.warps,
+            stages=tile.stages, early=starts_early(site),
         )  # fmt: skip
         if values is not None:
             values(batch)

@@ -62,9 +62,9 @@ def splits_of(kv_len: Array, split: int = SPLIT, most: int = MOST_SPLITS) -> Arr
     return -(-kv_len // np.maximum(keys, 1))
 
 
-def splits_of_one(keys: int, most: int = MOST_SPLITS) -> int:
+def splits_of_one(keys: int, most: int = MOST_SPLITS, split: int = SPLIT) -> int:
     """`splits_of` for one sequence."""
-    count = min(max(cdiv(keys, SPLIT), 1), most)
+    count = min(max(cdiv(keys, split), 1), most)
     return cdiv(keys, max(cdiv(keys, count * STEP) * STEP, 1))
 
 
