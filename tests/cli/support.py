@@ -8,19 +8,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence as Tokens
 from pathlib import Path
 
 import pytest
 
 from quarrel.engine import Chunk, Stream
-from quarrel.engine.chain import HostChain
+from quarrel.engine.generation import Generation
+from quarrel.ops.step import StepOutputs
 
 ROOT = Path(__file__).resolve().parents[2]
 GREEDY = ("--temp", "0", "-n", "12", "--backend", "cpu")
 """Twelve letters of the tiny model, always the same."""
-
-SLOW = ("--logit-bias", "0=-1")
-"""Drawn on the host."""
 
 
 def typed(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
@@ -51,15 +50,15 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
         return real(self)
 
     monkeypatch.setattr(Stream, "__next__", next_)
-    draw_slowly(monkeypatch)
+    step_slowly(monkeypatch)
 
 
-def draw_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A token that is drawn on the host (`SLOW`) takes a millisecond."""
-    draw = HostChain.draw
+def step_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step takes a millisecond longer for each sequence."""
+    accept = Generation.accept
 
-    def slowly(self: HostChain, *args: object) -> int:
+    def slowly(self: Generation, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
         time.sleep(0.001)
-        return draw(self, *args)  # type: ignore[arg-type]
+        return accept(self, outputs, first, count, draft)
 
-    monkeypatch.setattr(HostChain, "draw", slowly)
+    monkeypatch.setattr(Generation, "accept", slowly)

@@ -20,7 +20,7 @@ from quarrel.cli.conversation import Conversation
 from quarrel.cli.editor import Lines
 from quarrel.engine import Result, Timings, Usage
 from quarrel.llm import LLM
-from tests.cli.support import GREEDY, SLOW, draw_slowly, interrupt_after, typed
+from tests.cli.support import GREEDY, step_slowly, interrupt_after, typed
 from tests.sight import EYES
 from tools.eyes.pictures import Scene, drawn
 
@@ -135,9 +135,9 @@ def test_ctrl_c_before_the_first_token_ends_only_the_answer(
         return real(self, messages, *args, **kwargs)
 
     monkeypatch.setattr(LLM, "chat", chat)
-    draw_slowly(monkeypatch)
+    step_slowly(monkeypatch)
     keyboard(monkeypatch, "one", "two")
-    assert main(["chat", chatty, "--temp", "0", "-n", "150", "--backend", "cpu", *SLOW]) == 0
+    assert main(["chat", chatty, "--temp", "0", "-n", "150", "--backend", "cpu"]) == 0
     *stopped, answer = capsys.readouterr().out.splitlines()
     said = "".join(stopped)
     assert len(said) < 150 == len(answer)
@@ -150,7 +150,7 @@ def test_ctrl_c_ends_an_answer_and_not_the_conversation(
     seen = asked(monkeypatch)
     keyboard(monkeypatch, "one", "two")
     interrupt_after(monkeypatch, 4)
-    assert main(["chat", chatty, "--temp", "0", "-n", "150", "--backend", "cpu", *SLOW]) == 0
+    assert main(["chat", chatty, "--temp", "0", "-n", "150", "--backend", "cpu"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert 4 <= len(first) < 150
     assert len(second) == 150

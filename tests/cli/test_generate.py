@@ -10,7 +10,7 @@ import pytest
 
 from quarrel.cli import main
 from quarrel.cli.terminal import progress
-from tests.cli.support import GREEDY, SLOW, interrupt_after, typed
+from tests.cli.support import GREEDY, interrupt_after, typed
 from tests.tiny_model import CHATML
 
 
@@ -104,7 +104,7 @@ def test_ctrl_c_prints_what_was_generated_and_is_status_130(
     assert main(["generate", base, "once", *GREEDY, "-q"]) == 0
     text = capsys.readouterr().out
     interrupt_after(monkeypatch, 3)
-    assert main(["generate", base, "once", "--temp", "0", "-n", "400", "--backend", "cpu", *SLOW, *options]) == 130
+    assert main(["generate", base, "once", "--temp", "0", "-n", "400", "--backend", "cpu", *options]) == 130
     streams = capsys.readouterr()
     if options:
         whole = json.loads(streams.out)

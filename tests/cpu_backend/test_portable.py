@@ -38,7 +38,7 @@ def kernels(level: features.Level) -> list[KernelDef]:
     shape = attention.Shape(4, 2, 80, 16, 0.1, window=64, cap=30.0, sinks=True, kind="float16")
     every = [
         quantize(),
-        elementwise.gated("silu", True, False, 0),
+        elementwise.gated("silu", True, False),
         norm.norm("layer", True),
         rope.rope_append("neox", level, "float16", 40, 160, 1),
         rope.rope_append("neox", level, "float16", 40, 160, 3),
