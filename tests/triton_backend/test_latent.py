@@ -111,8 +111,7 @@ def test_the_values_of_heads_are_rounded_where_they_are_made(
     assert [b - a for a, b in zip(names, names_alone)] == [{}, rounded, rounded, {}, {}]
 
 
-@pytest.mark.parametrize("normed", [True, False])
-@pytest.mark.parametrize("style", ["norm", "neox"])
+@pytest.mark.parametrize(("style", "normed"), [("norm", True), ("neox", False)])
 def test_decode_normalises_rotates_and_appends_in_the_launch_of_attention_with_the_same_bits(
     backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, style: Literal["norm", "neox"], normed: bool
 ) -> None:
