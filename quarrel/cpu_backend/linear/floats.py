@@ -48,8 +48,13 @@ class FloatMatrix:
     size: Val
     kind: str
     k: Val
-    single: int
-    """Rows that are computed side by side for a single activation row."""
+    short: bool
+    """Whether rows have fewer than SHORT values."""
+
+    @property
+    def single(self) -> int:
+        """Rows that are computed side by side for a single activation row."""
+        return 1 if self.short else 4
 
 
 def vector_lanes(level: Level, rows: int) -> int:
@@ -58,9 +63,13 @@ def vector_lanes(level: Level, rows: int) -> int:
     return 16 if level.registers >= 32 or rows == 1 else 8
 
 
-def in_blocks(level: Level, weights: int, rows: int) -> bool:
-    """Half of the lanes are computed after the other, as all of a tile's would not fit the registers."""
-    return level.registers < 32 and weights * rows > 6
+def in_blocks(level: Level, m: FloatMatrix, weights: int, rows: int) -> bool:
+    """Whether tiles are computed in stretches (`_Block`): half of the lanes after the other, where all of them would not
+    fit the registers, or because x of long rows does not fit the first-level cache. Beside F32, whose weights take most of
+    that, it gained nothing."""
+    if level.registers < 32:
+        return weights * rows > 6
+    return weights * rows > 16 and not m.short and m.kind != "F32"
 
 
 @dataclass(frozen=True)
@@ -73,6 +82,11 @@ class _Chains:
     start: int
     lanes: int
     acc: list[list[Var]]
+
+    @property
+    def full(self) -> bool:
+        """Whether the sums leave too few registers for LLVM to convert sixteen values while others are multiplied."""
+        return self.m.kind != "F32" and self.lanes == 16 and len(self.row_at) * len(self.xs) > 16
 
     def sixteen(self, k: Kernel, level: Level, i: Val) -> None:
         """Adds the products of values i .. i + 15."""
@@ -118,9 +132,10 @@ def _add_span(
     """Adds the products of values start .. stop - 1, whole sixteens, to chains of the same rows; asks for the weights that
     lie `ahead` bytes behind them: into the first-level cache (`near`) or, where x is to stay there, the second."""
     rows, value = parts[0].row_at, FLOATS[parts[0].m.kind]
-    body = start + (stop - start & -STEP)
-    with k.range(start, body, STEP) as i:
-        for value_at in range(0, STEP, 16):
+    step = 16 if parts[0].full else STEP
+    body = start + (stop - start & -step)
+    with k.range(start, body, step) as i:
+        for value_at in range(0, step, 16):
             if ahead is not None and value_at * value % 64 == 0:
                 for row in rows:
                     k.prefetch(row + i * value + ahead, value_at * value, locality=3 if near else 2)
@@ -159,13 +174,14 @@ def _tile(k: Kernel, level: Level, m: FloatMatrix, ns: list[Val], xs: list[Val],
 @dataclass(frozen=True)
 class _Block:
     """Chains of up to BLOCK weight rows, from `first` on, and a few activation rows. Their sums lie in memory; for each
-    stretch of PASS values those of `height` weight rows come into registers, half of the lanes after the other. So x is in
-    the first-level cache for the whole block."""
+    stretch of PASS values those of `height` weight rows come into registers, `lanes` of them at a time. So x is in the
+    first-level cache for the whole block."""
 
     m: FloatMatrix
     first: Val
     xs: list[Val]
     height: int
+    lanes: int
     sums: Val
 
     def add(self, k: Kernel, level: Level, size: Val, cold: Val) -> None:
@@ -178,9 +194,12 @@ class _Block:
             stop = k.minimum(start + PASS, whole)
             ahead = k.select(stop < whole, k.i64(PASS * value), self.m.size * BLOCK - start * value)
             with k.range(0, size, self.height) as n:
-                for half in range(2):
-                    chains = self._chains(k, n, half)
-                    if half == 0:
+                for lane in self._starts:
+                    chains = self._chains(k, n, lane)
+                    if chains.full:  # prefetches between its products would have LLVM move registers about
+                        with k.when(cold):
+                            self._prefetch(k, chains.row_at, start * value + ahead, (stop - start) * value)
+                    if chains.full or lane != self._starts[-1]:
                         _add_span(k, level, [chains], start, stop)
                     else:
                         with k.either(cold) as (yes, no):
@@ -188,28 +207,38 @@ class _Block:
                                 _add_span(k, level, [chains], start, stop, ahead, near=False)
                             with no:
                                 _add_span(k, level, [chains], start, stop)
-                    for o, v in zip(self._offsets(half), chain.from_iterable(chains.acc), strict=True):
+                    for o, v in zip(self._offsets(lane), chain.from_iterable(chains.acc), strict=True):
                         k.store(v.v, self.sums + n * (64 * len(self.xs)), o)
+
+    @staticmethod
+    def _prefetch(k: Kernel, rows: list[Val], at: Val, size: Val) -> None:
+        with k.range(0, size, 64) as line:
+            for row in rows:
+                k.prefetch(row + at + line, locality=2)
 
     def results(self, k: Kernel, level: Level, n: Val, tail: bool) -> list[list[Val]]:
         """The products of weight rows n .. n + height - 1 with every row of x."""
-        parts = [self._chains(k, n, half) for half in range(2)]
+        parts = [self._chains(k, n, lane) for lane in self._starts]
         if tail:
             for chains in parts:
                 chains.rest(k, level)
         return _totals(parts)
 
-    def _chains(self, k: Kernel, n: Val, half: int) -> _Chains:
-        """Of weight rows n .. n + height - 1, as they stand."""
+    @property
+    def _starts(self) -> range:
+        return range(0, 16, self.lanes)
+
+    def _chains(self, k: Kernel, n: Val, lane: int) -> _Chains:
+        """Lanes from `lane` on of weight rows n .. n + height - 1, as they stand."""
         width, start = len(self.xs), self.sums + n * (64 * len(self.xs))
-        acc = [k.var(k.load(start, vec(F32, 8), o)) for o in self._offsets(half)]
+        acc = [k.var(k.load(start, vec(F32, self.lanes), o)) for o in self._offsets(lane)]
         rows = [self.m.base + (self.first + n + i) * self.m.size for i in range(self.height)]
         by_row = [acc[i * width : (i + 1) * width] for i in range(self.height)]
-        return _Chains(self.m, rows, self.xs, 8 * half, 8, by_row)
+        return _Chains(self.m, rows, self.xs, lane, self.lanes, by_row)
 
-    def _offsets(self, half: int) -> list[int]:
-        """Where half of the lanes of a tile's sums lie."""
-        return [64 * pair + 32 * half for pair in range(self.height * len(self.xs))]
+    def _offsets(self, lane: int) -> list[int]:
+        """Where these lanes of a tile's sums lie."""
+        return [64 * pair + 4 * lane for pair in range(self.height * len(self.xs))]
 
 
 def _later(k: Kernel, m: FloatMatrix, count: int, ahead: int) -> Val:
@@ -246,20 +275,26 @@ def float_rows(k: Kernel, level: Level, m: FloatMatrix, span: tuple[Val, Val], r
         store(n, ts, _tile(k, level, m, ns, [rows.source(t) for t in ts], tail))
 
     def block(n: Val, size: Val, height: int, ts: list[Val]) -> None:
-        chains = _Block(m, n, [rows.source(t) for t in ts], height, k.stack(64 * BLOCK * len(ts)))
+        xs, lanes = [rows.source(t) for t in ts], vector_lanes(level, len(ts))
+        chains = _Block(m, n, xs, height, lanes, k.stack(64 * BLOCK * len(ts)))
         chains.add(k, level, size, ts[0].eq(rows.start))
         with k.range(0, size, height) as i:
             store(n + i, ts, chains.results(k, level, i, tail))
 
+    def fits(width: int) -> Val:
+        here = t.v + width <= rows.stop
+        return here & (rows.stop - t.v).ne(8) if width == 6 else here  # twice four are faster than six and two
+
     for height, width in (*tiles(level), (m.single, 1)):
-        with k.loop_while(lambda: t.v + width <= rows.stop):  # noqa: B023
+        with k.loop_while(lambda: fits(width)):  # noqa: B023
             n, ts = k.var(span[0]), [t.v + i for i in range(width)]
-            if in_blocks(level, height, width):
+            blocks = in_blocks(level, m, height, width)
+            if blocks:
                 with k.loop_while(lambda: n.v + height <= span[1]):  # noqa: B023
                     size = k.minimum(k.i64(BLOCK), (span[1] - n.v) // height * height)
                     block(n.v, size, height, ts)
                     n.v = n.v + size
-            for count in (1,) if in_blocks(level, height, width) else (height, 1):
+            for count in (1,) if blocks else (height, 1):
                 with k.loop_while(lambda: n.v + count <= span[1]):  # noqa: B023
                     tile(n.v, count, ts)
                     n.v = n.v + count
@@ -270,13 +305,13 @@ def exact_rows(
     k: Kernel, level: Level, name: str, a: Fields, base: Val, span: tuple[Val, Val], k_in: int, scratch: Val
 ) -> FloatMatrix:
     """The weight rows in the span as something to compute with: as they are, or dequantised into scratch memory."""
-    single = 1 if k_in < SHORT else 4
+    short = k_in < SHORT
     if name not in BLOCKS:
-        return FloatMatrix(base, a.row_bytes, name, a.k, single)
+        return FloatMatrix(base, a.row_bytes, name, a.k, short)
     size = (a.k + 255 & -256) << 2
     with k.range(*span) as n:
         dequantize_row(k, level, name, base + n * a.row_bytes, scratch + (n - span[0]) * size, a.k, tail=k_in % 256 != 0)
-    return FloatMatrix(scratch - span[0] * size, size, "F32", a.k, single)
+    return FloatMatrix(scratch - span[0] * size, size, "F32", a.k, short)
 
 
 def exact_scratch(name: str, k_in: int) -> int:
