@@ -2,7 +2,7 @@
 
 Computed in float32 and rounded once on the way out. The kernel's call moves each array once and does little else, so one
 thread takes four neighbours (loads of 8 or 16 bytes) and nothing is kept in threadgroup memory. `mx.compile` makes one such
-kernel of each of the others too, with erf and tanh of MLX's own: the same bytes, so that there is nothing to win.
+kernel of each of the others too, with erf and sigmoid of MLX's own: the same bytes, so that there is nothing to win.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ inline float activate(float x) {
     if (KIND == 5) {
         return x;
     }
-    return 0.5f * x * (1.0f + precise::tanh(0.7978845608028654f * (x + 0.044715f * x * x * x)));
+    // GELU with tanh as x times a sigmoid: 1 + tanh would cancel.
+    return x / (1.0f + precise::exp(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
 }
 """
 
@@ -92,7 +93,7 @@ def build_plain(site: Site, node: Node) -> Launch:
 
     def gelu_tanh(x: mx.array) -> mx.array:
         x = x.astype(mx.float32)
-        return (0.5 * x * (1.0 + mx.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)))).astype(site.act)
+        return (x * mx.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))).astype(site.act)
 
     def gelu_quick(x: mx.array) -> mx.array:
         x = x.astype(mx.float32)

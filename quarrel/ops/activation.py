@@ -4,7 +4,8 @@ gated:  y = f(gate) * up, with a gate for every value or one for a whole row
 silu:       x * sigmoid(x)
 sigmoid:    1 / (1 + exp(-x))
 identity:   x
-gelu_tanh:  x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))     (Hendrycks and Gimpel 2016)
+gelu_tanh:  x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))     (Hendrycks and Gimpel 2016), everywhere computed as
+            x * sigmoid(2 sqrt(2/pi) * (x + 0.044715 x^3)), where nothing cancels
 gelu_quick: x * sigmoid(1.702 x)
 cap:    y = c * tanh(scale * x / c), or scale * x without a cap    (Gemma 2)
 clamp:  y = min(max(x, low), high)    (towers of Gemma 4's small models, around each map)
@@ -62,7 +63,7 @@ def activate(kind: Activation | PlainActivation, x: Array) -> Array:
     elif kind == "gelu_erf":
         factor = 0.5 * (1.0 + _erf(x / math.sqrt(2.0)))
     else:
-        factor = 0.5 * (1.0 + np.tanh(np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3)))
+        factor = sigmoid(2.0 * np.sqrt(2.0 / np.pi) * (x + 0.044715 * x**3))
     y: Array = x * factor
     return y
 
@@ -79,7 +80,16 @@ def sigmoid(x: Array) -> Array:
 
 def gated_reference(s: GatedSpec, gate: Array, up: Array) -> tuple[Array]:
     """NumPy body."""
-    return ((activate(s.activation, gate) * up[:, s.start : s.start + s.n]).astype(np.float32),)
+    return ((activate(s.activation, gate.astype(np.float64)) * up[:, s.start : s.start + s.n]).astype(np.float32),)
+
+
+def _make_gated(case: Case, rng: np.random.Generator) -> tuple[Array, Array]:
+    """With `below` every gate is about that far below 0, where most activations are nearly 0."""
+    s, t = case.spec, case.dims["T"]
+    gate = draw.activations(rng, t, s.gates) * 4
+    if below := case.dims.get("below"):
+        gate = (rng.integers(-16, 17, gate.shape) / 64 - below).astype(np.float32)  # exact in half precision
+    return gate, draw.activations(rng, t, s.up_width)
 
 
 def _strategy() -> Any:
@@ -99,10 +109,7 @@ GATED = Op(
     lambda s: (Param("gate", "act", "T gates"), Param("up", "act", "T up_width")),
     lambda s: (Param("y", "act", "T n"),),
     reference=gated_reference,
-    make=lambda c, rng: (
-        draw.activations(rng, c.dims["T"], c.spec.gates) * 4,
-        draw.activations(rng, c.dims["T"], c.spec.up_width),
-    ),
+    make=_make_gated,
     cases=lambda: [
         Case(GatedSpec("silu", 1), {"T": 1}),
         Case(GatedSpec("silu", 577), {"T": 3}),
@@ -112,6 +119,7 @@ GATED = Op(
         Case(GatedSpec("identity", 129), {"T": 2}),
         Case(GatedSpec("gelu_tanh", 96, width=288, start=96), {"T": 3}, "some columns"),
         Case(GatedSpec("gelu_erf", 77), {"T": 3}),
+        *(Case(GatedSpec(kind, 77), {"T": 3, "below": 3}, f"{kind} far below 0") for kind in ("silu", "gelu_tanh")),
     ],
     strategy=_strategy,
 )

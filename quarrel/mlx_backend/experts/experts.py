@@ -43,8 +43,8 @@ inline float activate_expert(float gate, float up) {
     return g / (1.0f + precise::exp(-1.702f * g)) * (u + 1.0f);
   }
   if (KIND == 4) {
-    const float inner = 0.7978845608028654f * (gate + 0.044715f * gate * gate * gate);
-    return 0.5f * gate * (1.0f + precise::tanh(inner)) * up;
+    const float inner = 1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
+    return gate / (1.0f + precise::exp(-inner)) * up;
   }
   return up;
 }

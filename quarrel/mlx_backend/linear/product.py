@@ -118,7 +118,7 @@ class Product:
 
 
 def _gelu(x: mx.array) -> mx.array:
-    return 0.5 * x * (1.0 + mx.tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    return x * mx.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
 
 
 _ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {

@@ -67,7 +67,8 @@ def activate(x, KIND: tl.constexpr):
         y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
         tl.static_assert(KIND == "gelu_tanh", "unknown activation")
-        y = 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+        # As x times a sigmoid: 1 + tanh would cancel.
+        y = x / (1.0 + tl.exp(-1.5957691216057308 * (x + 0.044715 * x * x * x)))
     return y
 
 
