@@ -53,7 +53,8 @@ MOST_CASES = 24
 COMPUTES: tuple[Compute, ...] = ("float16", "float32")
 """Half precision has the narrower types, float32 the narrower tolerance."""
 KIN = 4
-"""Other kernels of a family that an edit is tried in, those with the most rows first."""
+"""Other kernels of a family that an edit is tried in: so many of those with the most rows, and half as many of those with
+the largest matrices."""
 _FAMILY = re.compile(r"_(f32|f16|bf16|[it]?q\d\w*|mxfp4|nvfp4)(?=_|$).*")
 
 BOTH_WAYS = ("linear", "linear_add", "norm_linear", "norm_gate_up", "expert_up", "expert_down")
@@ -147,6 +148,10 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("> to >=", "if (WINDOW > 0) seen = seen", "every key is past the first one of no window; encoders' cases notice it"),
     ("< to <=", "for (int i = 0; i < EACH; i++)", "the loop leaves at n >= N before"),
     ("/ to *", "score[KEYS / 8]", "an array longer than it need be"),
+    ("> to >=", "if (x > MOST) x = MOST", "the largest either way"),
+    ("< to <=", "const uint code = size < NORMAL", "the least normal number has one code by both formulas"),
+    ("|| to &&", "- begin != 1 || first >= last", "a split of several queries or of no keys is read by nobody"),
+    ("a count from 1", "ulong best = 0", "an id that is missing is below 0 then too"),
 )
 """Edits that were looked at and change no result: the edit, a part of the line, and why."""
 
@@ -294,8 +299,10 @@ def edits(all_targets: list[Target], rng: random.Random) -> Iterator[list[Mutant
         tried.add((target.family, changed))
         mutant = Mutant(target, part, text[: match.start()].count("\n"), what, changed)
         kin = [t for t in families[target.family] if t is not target]
-        kin.sort(key=lambda t: -max(max(trial.case.dims.values(), default=0) for trial in t.trials))
-        yield [mutant, *filter(None, (_same_edit(mutant, t, match, replacement) for t in kin[:KIN]))]
+        most_rows = sorted(kin, key=lambda t: -max(max(trial.case.dims.values(), default=0) for trial in t.trials))
+        largest = sorted(kin, key=lambda t: -max(_work(trial.case) for trial in t.trials))
+        chosen = {id(t): t for t in (*most_rows[:KIN], *largest[: KIN // 2])}.values()
+        yield [mutant, *filter(None, (_same_edit(mutant, t, match, replacement) for t in chosen))]
 
 
 def _same_edit(mutant: Mutant, kin: Target, match: re.Match[str], replacement: str) -> Mutant | None:
