@@ -20,7 +20,7 @@ from quarrel.cli.conversation import Conversation
 from quarrel.cli.editor import Lines
 from quarrel.engine import Result, Timings, Usage
 from quarrel.llm import LLM
-from tests.cli.support import GREEDY, step_slowly, interrupt_after, typed
+from tests.cli.support import GREEDY, interrupt_after, step_slowly, typed
 from tests.sight import EYES
 from tools.eyes.pictures import Scene, drawn
 
