@@ -151,6 +151,8 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("> to >=", "if (x > MOST) x = MOST", "the largest either way"),
     ("< to <=", "const uint code = size < NORMAL", "the least normal number has one code by both formulas"),
     ("|| to &&", "- begin != 1 || first >= last", "a split of several queries or of no keys is read by nobody"),
+    (">= to >", "- begin != 1 || first >= last", "a split of no keys is read by nobody"),
+    ("< to <=", "firsts[g] < firsts[0]", "no two of them are the same token"),
     ("a count from 1", "ulong best = 0", "an id that is missing is below 0 then too"),
 )
 """Edits that were looked at and change no result: the edit, a part of the line, and why."""

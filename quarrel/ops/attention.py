@@ -358,6 +358,7 @@ ATTENTION = Op(
         Case(AttentionSpec(20, 1, 64, 0.1, latent=512), {"S": 3, "Q": 1, "KV": 150, "block_size": 16}, "latent, decode"),
         Case(AttentionSpec(3, 1, 16, 0.2, latent=32), {"S": 3, "Q": 33, "KV": 70, "block_size": 32}, "latent, prefill"),
         Case(AttentionSpec(40, 1, 32, 0.1, latent=64), {"S": 2, "Q": 5, "KV": 0, "block_size": 16}, "latent, many heads"),
+        Case(AttentionSpec(5, 1, 16, 0.2, latent=32), {"S": 9, "Q": 2, "KV": 70, "block_size": 16}, "latent, one or two"),
         Case(AttentionSpec(4, 2, 64, 0.125, spans=True), {"S": 3, "Q": 70, "KV": 90, "block_size": 16}, "spans"),
         Case(AttentionSpec(4, 1, 80, 0.1, 17, spans=True), {"S": 2, "Q": 90, "KV": 40, "block_size": 32}, "spans, window"),
         Case(AttentionSpec(4, 1, 256, 0.1, 40, spans=True), {"S": 2, "Q": 50, "KV": 40, "block_size": 32}, "spans, wide"),
