@@ -2,18 +2,20 @@
 
 Computed in float32 and rounded once on the way out. The kernel's call moves each array once and does little else, so one
 thread takes four neighbours (loads of 8 or 16 bytes) and nothing is kept in threadgroup memory. `mx.compile` makes one such
-kernel of each of the others too, with erf and sigmoid of MLX's own: the same bytes, so that there is nothing to win.
+kernel of each of the others too, the same bytes, so that there is nothing to win.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import reduce
 
 import mlx.core as mx
 
 from quarrel.mlx_backend.runtime.kernel import Kernel
 from quarrel.mlx_backend.runtime.launch import Batch, Launch, Site, cdiv
-from quarrel.ops.activation import CAP, CLAMP, GATED, PLAIN, CapSpec, ClampSpec, GatedSpec
+from quarrel.ops.activation import CAP, CLAMP, GATED, PLAIN, TAIL, CapSpec, ClampSpec, GatedSpec
 from quarrel.ops.encode import ADD_ROW
 from quarrel.ops.linear import ADD
 from quarrel.ops.position import BY_POSITION, ByPositionSpec
@@ -32,6 +34,14 @@ inline float activate(float x) {
     if (KIND == 0) {
         return x / (1.0f + precise::exp(-x));
     }
+    if (KIND == 3) {
+        // The normal distribution's tail, TAIL of ops/activation.py: 1 + erf would cancel.
+        const float t = 1.0f / (1.0f + 0.35355339f * metal::abs(x));
+        float p = @LAST;
+@HORNER
+        const float above = t * precise::exp(p - 0.5f * x * x);
+        return x * (x < 0.0f ? above : 1.0f - above);
+    }
     if (KIND == 4) {
         return 1.0f / (1.0f + precise::exp(-x));
     }
@@ -41,7 +51,7 @@ inline float activate(float x) {
     // GELU with tanh as x times a sigmoid: 1 + tanh would cancel.
     return x / (1.0f + precise::exp(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
 }
-"""
+""".replace("@LAST", f"{TAIL[-1]}f").replace("@HORNER", "\n".join(f"        p = p * t + {c}f;" for c in TAIL[-2::-1]))
 
 _GATED = Kernel(
     "quarrel_gated",
@@ -60,16 +70,8 @@ _GATED = Kernel(
 
 
 def build_gated(site: Site, node: Node) -> Launch:
-    """GATED: gate `[T, n]` or `[T, 1]`, up `[T, n]`, or of that some columns. Metal has no erf, MLX has."""
+    """GATED: gate `[T, n]` or `[T, 1]`, up `[T, n]`, or of that some columns."""
     spec: GatedSpec = node.spec
-    if spec.activation == "gelu_erf":
-
-        def gelu(gate: mx.array, up: mx.array) -> mx.array:
-            gate = gate.astype(mx.float32)
-            return (0.5 * gate * (1.0 + mx.erf(gate * math.sqrt(0.5))) * up.astype(mx.float32)).astype(site.act)
-
-        function = mx.compile(gelu, shapeless=True)
-        return lambda batch, gate, up: [function(gate, up[:, spec.start : spec.start + spec.n])]
     template = [("T", site.act), ("KIND", ACTIVATIONS[spec.activation]), ("PER_ROW", int(spec.per_row))]
     template += [("N", spec.n), ("WIDTH", spec.width), ("START", spec.start)]
 
@@ -81,26 +83,30 @@ def build_gated(site: Site, node: Node) -> Launch:
     return run
 
 
+def _gelu_erf(x: mx.array) -> mx.array:
+    size = mx.abs(x)
+    t = 1.0 / (1.0 + math.sqrt(0.125) * size)
+    p = reduce(lambda p, c: p * t + c, TAIL[-2::-1], TAIL[-1])
+    above = t * mx.exp(p - 0.5 * size * size)
+    return x * mx.where(x < 0.0, above, 1.0 - above)
+
+
+BY_MLX: dict[str, Callable[[mx.array], mx.array]] = {
+    "silu": lambda x: x * mx.sigmoid(x),
+    "gelu_tanh": lambda x: x * mx.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x)),
+    "gelu_erf": _gelu_erf,
+    "gelu_quick": lambda x: x * mx.sigmoid(1.702 * x),
+    "relu2": lambda x: mx.square(mx.maximum(x, 0.0)),
+    "sigmoid": mx.sigmoid,
+    "identity": lambda x: x,
+}
+"""Activations of float32 values by MLX's operations, which `mx.compile` makes one kernel of."""
+
+
 def build_plain(site: Site, node: Node) -> Launch:
-    """PLAIN: x `[T, n]`, by MLX's operations, which mx.compile makes one kernel of."""
-
-    def gelu(x: mx.array) -> mx.array:
-        x = x.astype(mx.float32)
-        return (0.5 * x * (1.0 + mx.erf(x * math.sqrt(0.5)))).astype(site.act)
-
-    def relu2(x: mx.array) -> mx.array:
-        return mx.square(mx.maximum(x.astype(mx.float32), 0.0)).astype(site.act)
-
-    def gelu_tanh(x: mx.array) -> mx.array:
-        x = x.astype(mx.float32)
-        return (x * mx.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x * x * x))).astype(site.act)
-
-    def gelu_quick(x: mx.array) -> mx.array:
-        x = x.astype(mx.float32)
-        return (x * mx.sigmoid(1.702 * x)).astype(site.act)
-
-    functions = {"gelu_erf": gelu, "gelu_tanh": gelu_tanh, "gelu_quick": gelu_quick, "relu2": relu2}
-    function = mx.compile(functions[node.spec.activation], shapeless=True)
+    """PLAIN: x `[T, n]`."""
+    activate = BY_MLX[node.spec.activation]
+    function = mx.compile(lambda x: activate(x.astype(mx.float32)).astype(site.act), shapeless=True)
     return lambda batch, x: [function(x)]
 
 

@@ -296,6 +296,7 @@ def _norm_gate_up_cases() -> list[Case]:
     tried: list[tuple[GGMLType, Activation, int]] = [
         (GGMLType.Q4_K, "silu", 1),
         (GGMLType.Q8_0, "gelu_tanh", 3),
+        (GGMLType.Q5_0, "gelu_erf", 2),
         (GGMLType.Q6_K, "silu", 9),
     ]
     return [

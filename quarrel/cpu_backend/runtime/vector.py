@@ -8,6 +8,7 @@ from typing import Any
 
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F16, F32, I8, I16, I32, I64, Kernel, Val, vec
+from quarrel.ops.activation import TAIL
 
 I32x16 = vec(I32, 16)
 F32x16 = vec(F32, 16)
@@ -363,16 +364,10 @@ def softplus(k: Kernel, x: Val) -> Val:
     return k.maximum(x, 0.0) + log1p(k, exp(k, -k.fabs(x)))
 
 
-# Abramowitz and Stegun 7.1.26: absolute error 1.5e-7.
-_ERF = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
-
-
-def erf(k: Kernel, x: Val) -> Val:
-    """The error function."""
-    size = k.fabs(x)
-    t = 1.0 / k.fma(size, 0.3275911, 1.0)
-    p = k.lift(_ERF[0], x.type)
-    for c in _ERF[1:]:
+def tail(k: Kernel, x: Val) -> Val:
+    """How likely a normal number is above x >= 0; see `ops/activation.py`."""
+    t = 1.0 / k.fma(x, math.sqrt(0.125), 1.0)
+    p = k.lift(TAIL[-1], x.type)
+    for c in TAIL[-2::-1]:
         p = k.fma(p, t, c)
-    y = 1.0 - p * t * exp(k, -(x * x))
-    return k.select(x < 0.0, -y, y)
+    return t * exp(k, k.fma(x * x, -0.5, p))

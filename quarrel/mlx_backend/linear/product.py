@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
 
-from quarrel.mlx_backend.elementwise import ACTIVATE, ACTIVATIONS
+from quarrel.mlx_backend.elementwise import ACTIVATE, ACTIVATIONS, BY_MLX
 from quarrel.mlx_backend.formats.layout import LEAST, Packed
 from quarrel.mlx_backend.formats.table import header
 from quarrel.mlx_backend.runtime.launch import evaluated
@@ -111,22 +111,10 @@ class Product:
         values = [y + b for y, b in zip(results, biases, strict=True)]
         if self.activation is not None:
             gate, up = values
-            values = [_ACTIVATIONS[self.activation](gate) * up]
+            values = [BY_MLX[self.activation](gate) * up]
         if self.alpha is not None and residual is not None:
             values = [residual + self.alpha * values[0]]
         return [y.astype(out) for y, (_, out) in zip(values, self.outs)]
-
-
-def _gelu(x: mx.array) -> mx.array:
-    return x * mx.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
-
-
-_ACTIVATIONS: dict[str, Callable[[mx.array], mx.array]] = {
-    "silu": lambda x: x * mx.sigmoid(x),
-    "gelu_tanh": _gelu,
-    "sigmoid": mx.sigmoid,
-    "identity": lambda x: x,
-}
 
 
 def at_least(vector: mx.array) -> mx.array:

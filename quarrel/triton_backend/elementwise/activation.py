@@ -51,6 +51,15 @@ def tanh(x):
 
 
 @triton.jit
+def tail(x):
+    """How likely a normal number is above x >= 0; TAIL of `ops/activation.py`, which Triton wants written out."""
+    t = 1.0 / (1.0 + 0.3535533905932738 * x)
+    p = 0.899700557 + t * (-1.84695262 + t * (1.52883029 + t * (-0.579644331 + t * 0.0833509549)))
+    p = -1.95829297 + t * (0.992187063 + t * (0.444800361 + t * (-0.25712667 + t * p)))
+    return t * tl.exp(p - 0.5 * x * x)
+
+
+@triton.jit
 def activate(x, KIND: tl.constexpr):
     """The activation of float32 values."""
     if KIND == "silu":
@@ -64,7 +73,8 @@ def activate(x, KIND: tl.constexpr):
     elif KIND == "gelu_quick":
         y = x / (1.0 + tl.exp(-1.702 * x))
     elif KIND == "gelu_erf":
-        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+        above = tail(tl.abs(x))
+        y = x * tl.where(x < 0, above, 1.0 - above)
     else:
         tl.static_assert(KIND == "gelu_tanh", "unknown activation")
         # As x times a sigmoid: 1 + tanh would cancel.
