@@ -38,7 +38,7 @@ from quarrel.ops.moe import ROUTE, RouteSpec
 from quarrel.ops.norm import NormSpec
 from quarrel.ops.sample import SAMPLE, SampleSpec
 from quarrel.ops.state import CONV, SCAN1, SCAN2, ConvSpec, Scan1Spec, Scan2Spec
-from tests.mlx_backend.trials import every_cut
+from tests.mlx_backend.trials import FAR_APART, every_cut, far_apart
 from tools.metal_emulator import MetalCompileError, MetalFindings, Mode, Settings, install, metal_kernel
 from tools.metal_emulator.build import MetalSource
 from tools.metal_emulator.kernel import Call
@@ -98,6 +98,7 @@ FURTHER: tuple[tuple[Op, Case], ...] = (
     (_emptied(CONV), Case(ConvSpec(96, 4), {"S": 2, "Q": 7})),
     (_emptied(SCAN1), Case(Scan1Spec(96, 16), {"S": 2, "Q": 7})),
     (_emptied(SCAN2), Case(Scan2Spec(6, 32, 2, 16), {"S": 2, "Q": 7})),
+    (replace(ATTENTION, make=far_apart), FAR_APART),
     # Every mix of cuts, and infinities among finite logits.
     (replace(SAMPLE, make=lambda case, rng: every_cut(rng)), Case(SampleSpec(100), {"R": 204})),
     # Groups of experts without a bias.
@@ -153,6 +154,12 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     ("|| to &&", "- begin != 1 || first >= last", "a split of several queries or of no keys is read by nobody"),
     (">= to >", "- begin != 1 || first >= last", "a split of no keys is read by nobody"),
     ("< to <=", "firsts[g] < firsts[0]", "no two of them are the same token"),
+    ("&& to ||", "if (lane < R && out < N) total +=", "lanes that write nothing"),
+    ("< to <=", "for (int i = 0; i < pairs; i += 32)", "a round without pairs adds none"),
+    ("< to <=", "start < last; start += KEYS", "a tile without keys adds nothing"),
+    ("< to <=", "for (int i = 0; i < COUNT; i++)", "a sum more, which no lane that writes takes"),
+    ("|| to &&", "goal < before || goal >= before", "a run without the goal finds it nowhere"),
+    ("|| to &&", "if (!(t > 0.0f) || metal::abs(top) == INFINITY)", "what is weighed then is not read"),
     ("a count from 1", "ulong best = 0", "an id that is missing is below 0 then too"),
 )
 """Edits that were looked at and change no result: the edit, a part of the line, and why."""

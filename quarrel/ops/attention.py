@@ -82,15 +82,14 @@ def kv_append_reference(s: KVAppendSpec, k: Array, v: Array, slots: Array, cache
 
 
 def _make_append(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
+    """With `broken` one key and one value have a number that is not finite."""
     s: KVAppendSpec = case.spec
     t, size, blocks = case.dims["T"], case.dims["block_size"], case.dims["C"]
     slots = rng.permutation(size * blocks)[:t].astype(np.int32)
-    return (
-        draw.activations(rng, t, s.width),
-        draw.activations(rng, t, s.value_width),
-        slots,
-        _draw_cache(rng, blocks, size, s, case),
-    )
+    k, v = draw.activations(rng, t, s.width), draw.activations(rng, t, s.value_width)
+    if case.dims.get("broken"):
+        k[t // 2, s.width - 3], v[t // 3, 7] = np.nan, np.inf
+    return k, v, slots, _draw_cache(rng, blocks, size, s, case)
 
 
 def _append_strategy() -> Any:
@@ -125,6 +124,10 @@ KV_APPEND = Op(
         Case(KVAppendSpec(1, 32), {"T": 64, "block_size": 32, "C": 2}, "every slot"),
         Case(KVAppendSpec(1, 64, 512), {"T": 5, "block_size": 16, "C": 2}, "latent"),
         *(Case(KVAppendSpec(2, 80), {"T": 7, "block_size": 16, "C": 3, "kv": KV_TYPES.index(t)}, t) for t in _SCALED),
+        *(
+            Case(KVAppendSpec(3, 80), {"T": 9, "block_size": 16, "C": 3, "kv": KV_TYPES.index(t), "broken": 1}, f"{t}, NaN")
+            for t in _SCALED
+        ),
     ],
 )
 
@@ -355,6 +358,7 @@ ATTENTION = Op(
         Case(AttentionSpec(4, 2, 512, 0.05), {"S": 2, "Q": 1, "KV": 140, "block_size": 16}, "decode, head_dim 512"),
         Case(AttentionSpec(4, 2, 128, 0.1), {"S": 3, "Q": 3, "KV": 70, "block_size": 16, "shared": 2}, "shared blocks"),
         Case(AttentionSpec(4, 2, 64, 0.125, window=37), {"S": 3, "Q": 70, "KV": 150, "block_size": 32}, "prefill, window"),
+        Case(AttentionSpec(4, 2, 64, 0.125, window=36), {"S": 2, "Q": 1, "KV": 99, "block_size": 16}, "window from 64 on"),
         Case(AttentionSpec(20, 1, 64, 0.1, latent=512), {"S": 3, "Q": 1, "KV": 150, "block_size": 16}, "latent, decode"),
         Case(AttentionSpec(3, 1, 16, 0.2, latent=32), {"S": 3, "Q": 33, "KV": 70, "block_size": 32}, "latent, prefill"),
         Case(AttentionSpec(40, 1, 32, 0.1, latent=64), {"S": 2, "Q": 5, "KV": 0, "block_size": 16}, "latent, many heads"),

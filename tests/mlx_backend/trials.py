@@ -181,6 +181,18 @@ def every_cut(rng: np.random.Generator) -> tuple[Concrete, ...]:
     return logits, temperature, *cuts, rng.random(rows, dtype=np.float32)
 
 
+def far_apart(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
+    """Inputs of attention whose scores are up to a hundred apart, and exact: of few bits, as the scale is."""
+    assert ATTENTION.make is not None
+    q, *between, cache = ATTENTION.make(case, rng)
+    assert isinstance(q, np.ndarray)
+    assert isinstance(cache, KVArrays)
+    with np.errstate(over="ignore"):  # rows that nobody may read hold 1e38
+        k, v = (np.round(x * 8) / 8 for x in (cache.k, cache.v))
+    return np.round(q * 4) / 4, *between, replace(cache, k=k, v=v)
+
+
+FAR_APART = Case(AttentionSpec(5, 1, 16, 2.0, latent=32), {"S": 9, "Q": 2, "KV": 70, "block_size": 16})
 HEADS = AttentionSpec(4, 2, 64, 0.125)
 FORMS: tuple[tuple[Op, int], ...] = ((LINEAR, 1), (LINEAR_ADD, 1), (NORM_LINEAR, 2), (NORM_GATE_UP, 2))
 """The linear ops, and how many matrices each is tried with."""
@@ -206,6 +218,7 @@ TRIALS: dict[str, Trial] = {
     "linear, one block": linear(LINEAR, [GGMLType.Q4_0], 32, n=2),
     "prompt, chunks": attention(replace(HEADS, window=24, chunked=True), [(70, 160), (9, 40)]),
     "sample, every cut": Trial(SAMPLE, SampleSpec(100), every_cut, "float32"),
+    "latent, scores far apart": Trial(ATTENTION, FAR_APART.spec, lambda rng: far_apart(FAR_APART, rng)),
     "prompt, groups of 12": attention(AttentionSpec(12, 1, 32, 0.18), [(40, 40), (23, 90)]),
 }
 

@@ -27,13 +27,20 @@ from quarrel.ops.sample import SAMPLE
 _CHUNK = 4096
 _SIMDS = 16  # of the drawing threadgroup: for 1024 threads M1 and M2 have 52 registers each, and it takes 54
 
-_BEST_OF_ROW = """
-// The first id with the highest logit of the row, from its chunks; an infinite logit means none.
-template <class Best, class Where>
-inline int best_of_row(Best best, Where where, uint row, int chunks, int lane, thread float& top) {
-  top = -INFINITY;
+_TOP_OF_ROW = """
+// The highest logit of the row, from its chunks; an infinite one means none.
+template <class Best>
+inline float top_of_row(Best best, uint row, int chunks, int lane) {
+  float top = -INFINITY;
   for (int c = lane; c < chunks; c += 32) top = metal::max(top, best[row * chunks + c]);
-  top = simd_max(top);
+  return simd_max(top);
+}
+"""
+
+_FIRST_OF_ROW = """
+// The first id with that logit.
+template <class Best, class Where>
+inline int first_of_row(Best best, Where where, float top, uint row, int chunks, int lane) {
   int first = 0x7FFFFFFF;
   for (int c = lane; c < chunks; c += 32) {
     if (best[row * chunks + c] == top) first = metal::min(first, where[row * chunks + c]);
@@ -125,14 +132,13 @@ _BEST = Kernel(
 
 _WEIGH = Kernel(
     "quarrel_sample_weigh",
-    ("logits", "best", "where", "temperature"),
+    ("logits", "best", "temperature"),
     ("weights",),
     """
   const int n = logits_shape[1], chunk = int(threadgroup_position_in_grid.x), chunks = int(threadgroups_per_grid.x);
   const uint row = threadgroup_position_in_grid.y;
   const float t = temperature[row];
-  float top;
-  best_of_row(best, where, row, chunks, int(thread_index_in_simdgroup), top);
+  const float top = top_of_row(best, row, chunks, int(thread_index_in_simdgroup));
   if (!(t > 0.0f) || metal::abs(top) == INFINITY) return;
   const int end = metal::min(n, (chunk + 1) * CHUNK);
   for (int i = chunk * CHUNK + int(thread_index_in_threadgroup); i < end; i += 256) {
@@ -149,7 +155,7 @@ _WEIGH = Kernel(
     weights[ulong(row) * n + i] = e;
   }
 """,
-    FINITE + _BEST_OF_ROW,
+    FINITE + _TOP_OF_ROW,
 )
 
 _DRAW = Kernel(
@@ -161,9 +167,9 @@ _DRAW = Kernel(
   const uint row = threadgroup_position_in_grid.x;
   const int tid = int(thread_index_in_threadgroup), lane = tid % 32, simd = tid / 32;
   threadgroup ulong sums[3 * SIMDS];
-  float top;
-  const int first = best_of_row(best, where, row, chunks[0], lane, top);
+  const float top = top_of_row(best, row, chunks[0], lane);
   if (metal::abs(top) == INFINITY || !(temperature[row] > 0.0f)) {
+    const int first = first_of_row(best, where, top, row, chunks[0], lane);
     if (tid == 0) tokens[row] = metal::abs(top) == INFINITY ? -1 : first;
     return;
   }
@@ -232,7 +238,7 @@ _DRAW = Kernel(
     before = as_type<ulong>(simd_shuffle(as_type<uint2>(running), ushort(31)));
   }
 """.replace("SIMDS", str(_SIMDS)),
-    RANK_OF + FINITE + _BEST_OF_ROW + _SUMS,
+    RANK_OF + FINITE + _TOP_OF_ROW + _FIRST_OF_ROW + _SUMS,
 )
 
 
@@ -255,7 +261,7 @@ def build_sample(site: Site, node: Node) -> Launch:
         rows = logits.shape[0]
         shape, grid = (rows, chunks), (chunks, rows)
         best, where = _BEST([logits], [shape, shape], [mx.float32, mx.int32], grid, (256,), template)
-        (weights,) = _WEIGH([logits, best, where, temperature], [logits.shape], [mx.float32], grid, (256,), template)
+        (weights,) = _WEIGH([logits, best, temperature], [logits.shape], [mx.float32], grid, (256,), template)
         inputs = [logits, weights, best, where, temperature, top_k, top_p, min_p, uniform, count]
         return _DRAW(inputs, [(rows,)], [mx.int32], (rows,), (32 * _SIMDS,))
 
