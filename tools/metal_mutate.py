@@ -155,6 +155,7 @@ EQUIVALENT: tuple[tuple[str, str, str], ...] = (
     (">= to >", "- begin != 1 || first >= last", "a split of no keys is read by nobody"),
     ("< to <=", "firsts[g] < firsts[0]", "no two of them are the same token"),
     ("&& to ||", "if (lane < R && out < N) total +=", "lanes that write nothing"),
+    ("< to <=", "in_next[r] = row + r < P", "a row past a head's last is not written"),
     ("< to <=", "for (int i = 0; i < pairs; i += 32)", "a round without pairs adds none"),
     ("< to <=", "start < last; start += KEYS", "a tile without keys adds nothing"),
     ("< to <=", "for (int i = 0; i < COUNT; i++)", "a sum more, which no lane that writes takes"),

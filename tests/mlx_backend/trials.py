@@ -182,7 +182,7 @@ def every_cut(rng: np.random.Generator) -> tuple[Concrete, ...]:
 
 
 def far_apart(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
-    """Inputs of attention whose scores are up to a hundred apart, and exact: of few bits, as the scale is."""
+    """Inputs of attention whose scores are hundreds apart, and exact: of few bits, as the scale is."""
     assert ATTENTION.make is not None
     q, *between, cache = ATTENTION.make(case, rng)
     assert isinstance(q, np.ndarray)
@@ -192,7 +192,7 @@ def far_apart(case: Case, rng: np.random.Generator) -> tuple[Concrete, ...]:
     return np.round(q * 4) / 4, *between, replace(cache, k=k, v=v)
 
 
-FAR_APART = Case(AttentionSpec(5, 1, 16, 2.0, latent=32), {"S": 9, "Q": 2, "KV": 70, "block_size": 16})
+FAR_APART = Case(AttentionSpec(5, 1, 16, 8.0, latent=32), {"S": 9, "Q": 2, "KV": 70, "block_size": 16})
 HEADS = AttentionSpec(4, 2, 64, 0.125)
 FORMS: tuple[tuple[Op, int], ...] = ((LINEAR, 1), (LINEAR_ADD, 1), (NORM_LINEAR, 2), (NORM_GATE_UP, 2))
 """The linear ops, and how many matrices each is tried with."""
