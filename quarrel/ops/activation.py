@@ -93,9 +93,10 @@ def gated_reference(s: GatedSpec, gate: Array, up: Array) -> tuple[Array]:
 
 
 def _make_gated(case: Case, rng: np.random.Generator) -> tuple[Array, Array]:
-    """With `below` every gate is about that far below 0, where most activations are nearly 0."""
+    """With `below` every gate is about that far below 0, where most activations are nearly 0. A gate for a whole row is not
+    much further, so that half precision can hold the row."""
     s, t = case.spec, case.dims["T"]
-    gate = draw.activations(rng, t, s.gates) * 4
+    gate = draw.activations(rng, t, s.gates) * (1 if s.per_row else 4)
     if below := case.dims.get("below"):
         gate = (rng.integers(-16, 17, gate.shape) / 64 - below).astype(np.float32)  # exact in half precision
     return gate, draw.activations(rng, t, s.up_width)

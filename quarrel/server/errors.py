@@ -25,7 +25,8 @@ class Refused(QuarrelError):
     def __init__(
         self, status: int, code: str, message: str, *, param: str | None = None, retry_after: float | None = None
     ) -> None:
-        super().__init__(message)
+        # It may say what a caller sent, half a character among it, which no answer can hold.
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())
         self.status, self.code, self.param, self.retry_after = status, code, param, retry_after
 
     def headers(self) -> dict[str, str]:

@@ -104,6 +104,15 @@ def test_names_of_fields_that_are_no_text(live: Live) -> None:
             )
 
 
+@pytest.mark.parametrize("route", ["/api/generate", "/v1/completions", "/v1/messages"])
+def test_half_a_character_in_the_name_of_a_model(live: Live, route: str) -> None:
+    """The answer says which model is not there; of Ollama's words see `test_ollama.py`."""
+    body = b'{"model": "a\\ud800", "prompt": "a", "max_tokens": 1, "messages": [{"role": "user", "content": "a"}]}'
+    answer = live.client.post(route, content=body)
+    assert answer.status_code in (400, 404), answer.text
+    assert "\\ud800" in answer.text
+
+
 MESSAGES: list[Any] = [
     None, 5, {}, [], [None], ["a"], [{}], [{"role": "user"}, 1], [{"role": 5, "content": "a"}], [{"content": "a"}],
     [{"role": "user", "content": 5}], [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}],

@@ -66,6 +66,7 @@ def test_an_error_is_a_text(made: Live, client: ollama.Client) -> None:
     ("route", "body", "status", "error"),
     [
         ("generate", {"model": "nope", "prompt": "x"}, 404, "model 'nope' not found"),
+        ("generate", {"model": "a\ud800", "prompt": "x"}, 404, "model 'a\\ud800' not found"),  # was a 500
         ("chat", {"model": "nope", "messages": TURNS}, 404, "model 'nope' not found"),
         ("chat", {"messages": TURNS}, 400, "model is required"),
         ("embed", {"model": "nope", "input": "x"}, 404, 'model "nope" not found, try pulling it first'),
@@ -82,7 +83,7 @@ def test_an_error_is_a_text(made: Live, client: ollama.Client) -> None:
 def test_its_clients_read_the_words_that_they_know(
     made: Live, route: str, body: dict[str, Any], status: int, error: str
 ) -> None:
-    answer = made.client.post(f"/api/{route}", json=body)
+    answer = made.client.post(f"/api/{route}", content=json.dumps(body))
     assert (answer.status_code, answer.json()) == (status, {"error": error})
 
 
