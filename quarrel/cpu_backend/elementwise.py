@@ -11,7 +11,7 @@ from quarrel.cpu_backend.lowering import Field, Lowering
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I32, I64, Kernel, Val
-from quarrel.cpu_backend.runtime.vector import each, f32s, sigmoid, tail, tanh
+from quarrel.cpu_backend.runtime.vector import each, f32s, normal_tail, sigmoid, tanh
 from quarrel.ops.activation import CAP, CLAMP, GATED, PLAIN, GatedSpec
 from quarrel.ops.contract import Value
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, PUT_ROWS
@@ -43,7 +43,7 @@ def identity(k: Kernel, x: Val) -> Val:
 
 def gelu_erf(k: Kernel, x: Val) -> Val:
     """x/2 * (1 + erf(x / sqrt 2)), by the normal distribution's tail: no cancellation."""
-    above = tail(k, k.fabs(x))
+    above = normal_tail(k, k.fabs(x))
     return x * k.select(x < 0.0, above, 1.0 - above)
 
 

@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from quarrel.mlx_backend.runtime.kernel import Kernel
 from quarrel.mlx_backend.runtime.launch import Batch, Launch, Site, cdiv
-from quarrel.ops.activation import CAP, CLAMP, GATED, PLAIN, TAIL, CapSpec, ClampSpec, GatedSpec
+from quarrel.ops.activation import CAP, CLAMP, GATED, NORMAL_TAIL, PLAIN, CapSpec, ClampSpec, GatedSpec
 from quarrel.ops.encode import ADD_ROW
 from quarrel.ops.linear import ADD
 from quarrel.ops.position import BY_POSITION, ByPositionSpec
@@ -35,7 +35,7 @@ inline float activate(float x) {
         return x / (1.0f + precise::exp(-x));
     }
     if (KIND == 3) {
-        // The normal distribution's tail, TAIL of ops/activation.py: 1 + erf would cancel.
+        // The normal distribution's tail, NORMAL_TAIL of ops/activation.py: 1 + erf would cancel.
         const float t = 1.0f / (1.0f + 0.35355339f * metal::abs(x));
         float p = @LAST;
 @HORNER
@@ -51,7 +51,9 @@ inline float activate(float x) {
     // GELU with tanh as x times a sigmoid: 1 + tanh would cancel.
     return x / (1.0f + precise::exp(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
 }
-""".replace("@LAST", f"{TAIL[-1]}f").replace("@HORNER", "\n".join(f"        p = p * t + {c}f;" for c in TAIL[-2::-1]))
+""".replace("@LAST", f"{NORMAL_TAIL[-1]}f").replace(
+    "@HORNER", "\n".join(f"        p = p * t + {c}f;" for c in NORMAL_TAIL[-2::-1])
+)
 
 _GATED = Kernel(
     "quarrel_gated",
@@ -86,7 +88,7 @@ def build_gated(site: Site, node: Node) -> Launch:
 def _gelu_erf(x: mx.array) -> mx.array:
     size = mx.abs(x)
     t = 1.0 / (1.0 + math.sqrt(0.125) * size)
-    p = reduce(lambda p, c: p * t + c, TAIL[-2::-1], TAIL[-1])
+    p = reduce(lambda p, c: p * t + c, NORMAL_TAIL[-2::-1], NORMAL_TAIL[-1])
     above = t * mx.exp(p - 0.5 * size * size)
     return x * mx.where(x < 0.0, above, 1.0 - above)
 

@@ -6,7 +6,7 @@ sigmoid:    1 / (1 + exp(-x))
 identity:   x
 gelu_tanh:  x/2 * (1 + tanh(sqrt(2/pi) * (x + 0.044715 x^3)))     (Hendrycks and Gimpel 2016), everywhere computed as
             x * sigmoid(2 sqrt(2/pi) * (x + 0.044715 x^3)), where nothing cancels
-gelu_erf:   x/2 * (1 + erf(x / sqrt(2))), computed as x * tail(-x) below 0 and x * (1 - tail(x)) above (TAIL)
+gelu_erf:   x/2 * (1 + erf(x / sqrt(2))), computed as x Q(-x) below 0 and x (1 - Q(x)) above (NORMAL_TAIL)
 gelu_quick: x * sigmoid(1.702 x)
 cap:    y = c * tanh(scale * x / c), or scale * x without a cap    (Gemma 2)
 clamp:  y = min(max(x, low), high)    (towers of Gemma 4's small models, around each map)
@@ -29,12 +29,12 @@ PlainActivation = Literal["relu2", "gelu_erf", "gelu_tanh", "gelu_quick"]
 Activation = Literal["silu", "gelu_tanh", "gelu_erf", "sigmoid", "identity"]
 
 
-TAIL = (
+NORMAL_TAIL = (
     -1.95829297, 0.992187063, 0.444800361, -0.25712667, 0.899700557, -1.84695262, 1.52883029, -0.579644331, 0.0833509549
 )  # fmt: skip
-"""How likely a normal number is above x >= 0: erfc(x / sqrt(2)) / 2 = t exp(p(t) - x^2 / 2), t = 1 / (1 + x / sqrt(8)), a
-form of Numerical Recipes (2nd edition, 6.2), with these coefficients of p, the constant first. They are a minimax fit,
-1.9e-7 of the value off for x < 13, in float32 1e-6 where x < 4."""
+"""Q(x), the probability that a standard normal variable exceeds x >= 0: erfc(x / sqrt(2)) / 2 = t exp(p(t) - x^2 / 2) with
+t = 1 / (1 + x / sqrt(8)), a form of Numerical Recipes (2nd edition, 6.2). These are the coefficients of p, the constant
+first: a minimax fit, relative error 1.9e-7 for x < 13, in float32 1e-6 where x < 4."""
 
 
 @dataclass(frozen=True)

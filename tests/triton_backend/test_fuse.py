@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -20,6 +21,7 @@ from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Program
 from quarrel.ops.rope import RopeSpec, rope, rotated_by
+from quarrel.ops.step import StepInputs
 from quarrel.triton_backend import fuse
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.experts import route as router
@@ -222,27 +224,41 @@ def launches(step: TritonStep) -> list[str]:
     return names
 
 
+def both_ways(
+    backend: TritonBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    made: Program,
+    fusion: str,
+    without: object,
+    steps: Sequence[StepInputs],
+) -> tuple[list[np.ndarray], list[Counter[str]]]:
+    """Results and launches of each step with a fusion, then of each without; all are near the reference."""
+    reference, outputs, names = Reference(made), [], []
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr(fuse, fusion, lambda *_: without)
+        step = backend.compile(made, Weights(), LIMITS, "float16")
+        assert isinstance(step, TritonStep)
+        ran = launches(step)
+        for inputs in steps:
+            ran.clear()
+            outputs.append(step(inputs, "hidden").hidden)
+            names.append(Counter(ran))
+            assert rel_error(outputs[-1], reference(inputs)["hidden"]) <= 5e-3
+        step.close()
+    return outputs, names
+
+
+FRESH = [batch([(0, 0, tokens)], rows=list(range(tokens)), seed=3) for tokens in (1, 5)]
+
+
 @pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("after", ["maps", "stream", "columns"])
 @pytest.mark.parametrize("factor", [1.0, 0.75])
 def test_a_norm_added_to_the_stream_is_one_launch_with_the_same_bits(
     backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, kind: Literal["rms", "layer"], after: str, factor: float
 ) -> None:
-    made, outputs, names = sandwich(kind, after, factor), [], []
-    reference = Reference(made)
-    for normed in (True, False):
-        if not normed:
-            monkeypatch.setattr(fuse, "_normed", lambda *_: [])
-        step = backend.compile(made, Weights(), LIMITS, "float16")
-        assert isinstance(step, TritonStep)
-        ran = launches(step)
-        for tokens in (1, 5):
-            inputs = batch([(0, 0, tokens)], rows=list(range(tokens)), seed=3)
-            ran.clear()
-            outputs.append(step(inputs, "hidden").hidden)
-            names.append(Counter(ran))
-            assert rel_error(outputs[-1], reference(inputs)["hidden"]) <= 5e-3  # type: ignore[arg-type]
-        step.close()
+    outputs, names = both_ways(backend, monkeypatch, sandwich(kind, after, factor), "_normed", [], FRESH)
     one, five, one_alone, five_alone = names
     assert np.array_equal(outputs[0], outputs[2])
     assert np.array_equal(outputs[1], outputs[3])
@@ -302,21 +318,7 @@ def test_norms_beside_each_other_are_one_launch_with_the_same_bits(
     norms: list[tuple[int, int, float]],
     launched: dict[str, int],
 ) -> None:
-    made, outputs, names = normed_heads(*norms), [], []
-    reference = Reference(made)
-    for together in (True, False):
-        if not together:
-            monkeypatch.setattr(fuse, "_head_norms", lambda *_: [])
-        step = backend.compile(made, Weights(), LIMITS, "float16")
-        assert isinstance(step, TritonStep)
-        ran = launches(step)
-        for tokens in (1, 5):
-            inputs = batch([(0, 0, tokens)], rows=list(range(tokens)), seed=3)
-            ran.clear()
-            outputs.append(step(inputs, "hidden").hidden)
-            names.append(Counter(ran))
-            assert rel_error(outputs[-1], reference(inputs)["hidden"]) <= 5e-3  # type: ignore[arg-type]
-        step.close()
+    outputs, names = both_ways(backend, monkeypatch, normed_heads(*norms), "_head_norms", [], FRESH)
     for i in (0, 1):
         assert np.array_equal(outputs[i], outputs[i + 2])
         assert names[i + 2] - names[i] == launched
@@ -357,22 +359,11 @@ def test_heads_are_normalised_where_they_are_rotated_with_the_same_bits(
     y = rope(b, spec, x, rotated_by(b, spec), freq)
     h = linear_add(b, h, y, ref("y", GGMLType.F16, K, spec.width))
     made = b.program(hidden=gather_rows(b, h, b.input("out_rows")))
-    reference, outputs, names = Reference(made), [], []
-    for together in (True, False):
-        if not together:
-            monkeypatch.setattr(fuse, "_rotated", lambda *_: None)
-        step = backend.compile(made, Weights(), LIMITS, "float16")
-        assert isinstance(step, TritonStep)
-        ran = launches(step)
-        for past, tokens in ((9, 1), (0, 5)):
-            inputs = batch([(0, past, tokens)], rows=list(range(tokens)), seed=3)
-            places = np.stack([inputs.positions // (1 + axis) for axis in range(spec.axes)], 1)
-            inputs = inputs if spec.axes == 1 else replace(inputs, places=places.astype(np.int32))
-            ran.clear()
-            outputs.append(step(inputs, "hidden").hidden)
-            names.append(Counter(ran))
-            assert rel_error(outputs[-1], reference(inputs)["hidden"]) <= 5e-3  # type: ignore[arg-type]
-        step.close()
+    steps = [batch([(0, past, tokens)], rows=list(range(tokens)), seed=3) for past, tokens in ((9, 1), (0, 5))]
+    if spec.axes > 1:
+        places = [np.stack([s.positions // (1 + axis) for axis in range(spec.axes)], 1) for s in steps]
+        steps = [replace(s, places=p.astype(np.int32)) for s, p in zip(steps, places, strict=True)]
+    outputs, names = both_ways(backend, monkeypatch, made, "_rotated", None, steps)
     for i in (0, 1):
         assert np.array_equal(outputs[i], outputs[i + 2])
         assert names[i + 2] - names[i] == Counter(norm_rows=rotated)

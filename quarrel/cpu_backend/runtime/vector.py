@@ -8,7 +8,7 @@ from typing import Any
 
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F16, F32, I8, I16, I32, I64, Kernel, Val, vec
-from quarrel.ops.activation import TAIL
+from quarrel.ops.activation import NORMAL_TAIL
 
 I32x16 = vec(I32, 16)
 F32x16 = vec(F32, 16)
@@ -364,10 +364,10 @@ def softplus(k: Kernel, x: Val) -> Val:
     return k.maximum(x, 0.0) + log1p(k, exp(k, -k.fabs(x)))
 
 
-def tail(k: Kernel, x: Val) -> Val:
-    """How likely a normal number is above x >= 0; see `ops/activation.py`."""
+def normal_tail(k: Kernel, x: Val) -> Val:
+    """Q(x) for x >= 0; see NORMAL_TAIL in `ops/activation.py`."""
     t = 1.0 / k.fma(x, math.sqrt(0.125), 1.0)
-    p = k.lift(TAIL[-1], x.type)
-    for c in TAIL[-2::-1]:
+    p = k.lift(NORMAL_TAIL[-1], x.type)
+    for c in NORMAL_TAIL[-2::-1]:
         p = k.fma(p, t, c)
     return t * exp(k, k.fma(x * x, -0.5, p))

@@ -51,8 +51,8 @@ def tanh(x):
 
 
 @triton.jit
-def tail(x):
-    """How likely a normal number is above x >= 0; TAIL of `ops/activation.py`, which Triton wants written out."""
+def normal_tail(x):
+    """Q(x) for x >= 0: NORMAL_TAIL of `ops/activation.py`, which Triton wants written out."""
     t = 1.0 / (1.0 + 0.3535533905932738 * x)
     p = 0.899700557 + t * (-1.84695262 + t * (1.52883029 + t * (-0.579644331 + t * 0.0833509549)))
     p = -1.95829297 + t * (0.992187063 + t * (0.444800361 + t * (-0.25712667 + t * p)))
@@ -73,7 +73,7 @@ def activate(x, KIND: tl.constexpr):
     elif KIND == "gelu_quick":
         y = x / (1.0 + tl.exp(-1.702 * x))
     elif KIND == "gelu_erf":
-        above = tail(tl.abs(x))
+        above = normal_tail(tl.abs(x))
         y = x * tl.where(x < 0, above, 1.0 - above)
     else:
         tl.static_assert(KIND == "gelu_tanh", "unknown activation")
