@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import quarrel
 from quarrel.engine.engine import Engine
@@ -20,13 +21,22 @@ ASK: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True,
 ALL = 99
 
 
-def preempted(engine: Engine) -> int:
-    """Called on the engine's own thread, between two steps."""
-    engine.finish()
-    running = [*engine.scheduler.running]
-    for sequence in running:
-        engine.scheduler.preempt(sequence)
-    return len(running)
+def preempt_after(monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[int]:
+    """Takes the running sequences' blocks away, once, between two steps; how many sequences that were."""
+    advance, found = Engine.advance, list[int]()
+
+    def advance_and_preempt(engine: Engine) -> bool:
+        worked = advance(engine)
+        running = [*engine.scheduler.running]
+        if not found and any(len(s.tokens) - s.n_prompt >= tokens for s in running):
+            engine.finish()
+            for sequence in running:
+                engine.scheduler.preempt(sequence)
+            found.append(len(running))
+        return worked
+
+    monkeypatch.setattr(Engine, "advance", advance_and_preempt)
+    return found
 
 
 def answers(llm: LLM, **more: Any) -> list[Any]:
@@ -73,10 +83,9 @@ def test_images() -> None:
     assert found[0] == "Red."
 
 
-def test_sequences_whose_blocks_are_taken_away() -> None:
+def test_sequences_whose_blocks_are_taken_away(monkeypatch: pytest.MonkeyPatch) -> None:
     with quarrel.load("demo", backend="cpu", n_ctx=64, threads=1, gpu_layers=5) as llm:
-        wanted = answers(llm)[0][0]
-        stream = llm.stream("Once upon a time", **ASK)
-        ids = [next(stream).token_id for _ in range(3)]
-        assert llm.prefixes._run(preempted) == 1
-        assert (*ids, *(c.token_id for c in stream if c.token_id is not None)) == wanted
+        wanted = llm.generate("Once upon a time", **ASK)
+        found = preempt_after(monkeypatch, 3)
+        assert llm.generate("Once upon a time", **ASK).token_ids == wanted.token_ids
+        assert found == [1]
