@@ -107,7 +107,8 @@ class Engine:
         self._counted = 0.0
         self._profile_steps, self._launches = profile_steps, 0
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, waited: float = 0.0) -> None:
+        """waited: seconds for which a step kept it from coming here; they count against its deadlines."""
         self.scheduler.add(sequence)
         if len(self._deadlines) > 4 * (len(self.scheduler.running) + len(self.scheduler.waiting)) + 64:
             # Most are of sequences that are over: nobody should keep those until their deadline.
@@ -115,7 +116,8 @@ class Engine:
             heapq.heapify(self._deadlines)
         for seconds, whole in ((sequence.queue_seconds, False), (sequence.total_seconds, True)):
             if seconds is not None:
-                heapq.heappush(self._deadlines, (self._clock() + seconds, 2 * sequence.order + whole, sequence, whole))
+                end = self._clock() - waited + seconds
+                heapq.heappush(self._deadlines, (end, 2 * sequence.order + whole, sequence, whole))
 
     def cancel(self, sequence: Sequence) -> None:
         """Ends it as cancelled, unless it is over."""

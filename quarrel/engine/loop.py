@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -106,11 +107,12 @@ class Loop:
 
     def add(self, *sequences: Sequence) -> None:
         """Queues sequences; what becomes of them goes to their sinks. Raises `QueueFull` for all or none of them."""
+        posted = time.perf_counter()
 
         def job() -> None:
             assert self.engine is not None
             for sequence in sequences:
-                self.engine.add(sequence)
+                self.engine.add(sequence, waited=time.perf_counter() - posted)
 
         self._post(job, places=len(sequences))
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence as Tokens
 from pathlib import Path
@@ -39,18 +40,27 @@ def spawn(*arguments: str, **environment: str) -> subprocess.Popen[bytes]:
 
 
 def interrupt_after(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
-    """Presses Ctrl-C behind so many chunks of the next stream; a token takes a millisecond, so it comes in time."""
-    real = Stream.__next__
-    left = [chunks]
+    """Presses Ctrl-C behind so many chunks of the next stream. Its tokens wait for their reader, later ones a fifth of a
+    second each: the key is pressed before the answer ends, on any machine."""
+    real, accept = Stream.__next__, Generation.accept
+    left, turns, first = [chunks], threading.Semaphore(chunks), list[Generation]()
 
     def next_(self: Stream) -> Chunk:
         left[0] -= 1
         if left[0] == -1:
             signal.raise_signal(signal.SIGINT)
+        turns.release()
         return real(self)
 
+    def in_turn(self: Generation, outputs: StepOutputs, start: int, count: int, draft: Tokens[int]) -> int:
+        if not first:
+            first.append(self)
+        if first[0] is self:
+            turns.acquire(timeout=0.2)
+        return accept(self, outputs, start, count, draft)
+
     monkeypatch.setattr(Stream, "__next__", next_)
-    step_slowly(monkeypatch)
+    monkeypatch.setattr(Generation, "accept", in_turn)
 
 
 def step_slowly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from quarrel.cpu_backend import elementwise, norm, recurrent
 from quarrel.cpu_backend.attention import attention, rope
+from quarrel.cpu_backend.experts.products import expert_floats
 from quarrel.cpu_backend.formats.table import BLOCKS
-from quarrel.cpu_backend.linear.activations import quantize
-from quarrel.cpu_backend.linear.floats import float_linear
+from quarrel.cpu_backend.linear.activations import quantize, to_bfloat16
+from quarrel.cpu_backend.linear.floats import PAIRS, float_linear
 from quarrel.cpu_backend.linear.matvec import matvec
 from quarrel.cpu_backend.linear.tile import tile
 from quarrel.cpu_backend.runtime import features, jit, runner
@@ -38,6 +39,7 @@ def kernels(level: features.Level) -> list[KernelDef]:
     shape = attention.Shape(4, 2, 80, 16, 0.1, window=64, cap=30.0, sinks=True, kind="float16")
     every = [
         quantize(),
+        to_bfloat16(),
         elementwise.gated("silu", True, False),
         norm.norm("layer", True),
         rope.rope_append("neox", level, "float16", 40, 160, 1),
@@ -78,6 +80,16 @@ def test_byte_products_use_the_level_s_instruction(name: str, instruction: str) 
     for kernel in (matvec(BLOCKS["Q4_K"], level, False), tile(BLOCKS["Q4_K"], level, False, 512)):
         text = str(target.emit_assembly(jit.optimised(jit.emit_ir("kernel", kernel.emit), level, target)))
         assert instruction in text, kernel.name
+
+
+def test_pairs_of_bfloat16_use_the_level_s_instruction() -> None:
+    level = features.LEVELS["avx512bf16"]
+    target = machine(level)
+    for kernel in (float_linear(PAIRS, level, 1024), float_linear(PAIRS, level, 77), expert_floats(PAIRS, level, 512)):
+        text = str(target.emit_assembly(jit.optimised(jit.emit_ir("kernel", kernel.emit), level, target)))
+        assert "vdpbf16ps" in text, kernel.name
+        assert "vfmadd" not in text, kernel.name
+        assert not [line for line in text.splitlines() if line.split()[:1] == ["callq"]], kernel.name
 
 
 @pytest.mark.parametrize("name", list(features.LEVELS))

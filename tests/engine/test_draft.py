@@ -26,7 +26,8 @@ class Unlike(HistoryStep):
 
 
 def texts(toy: Toy, params: SamplingParams, service: Service | None = None) -> list[tuple[int, ...]]:
-    streams = [toy.start(prompt, params, service=service or Service()) for prompt in PROMPTS]
+    with toy.paused():
+        streams = [toy.start(prompt, params, service=service or Service()) for prompt in PROMPTS]
     return [stream.wait().token_ids for stream in streams]
 
 

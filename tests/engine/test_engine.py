@@ -549,13 +549,13 @@ def test_texts_that_run_whole_are_never_cut_and_keep_their_order(monkeypatch: py
 
 def test_scoring_can_be_cancelled_and_can_fail() -> None:
     with Toy() as toy:
-        free = toy.hold()
         rows = [Rows(), Rows()]
-        runs = [Scoring(range(40), "logits", r) for r in rows]
-        toy.loop.add(*runs)
-        toy.loop.cancel(runs[0])
-        free()
-        assert rows[0].ended.get(timeout=60) == "the run was cancelled"
+        runs = [Scoring(range(40), "hidden", r) for r in rows]
+        with toy.paused():
+            toy.loop.add(*runs)
+            toy.loop.cancel(runs[0])
+        assert [r.ended.get(timeout=60) for r in rows] == ["the run was cancelled", None]
+        assert [r.tokens for r in rows] == [[], list(range(40))]
         toy.step.fail = QuarrelError("late")
         late = Rows()
         toy.loop.add(Scoring([1], "hidden", late))

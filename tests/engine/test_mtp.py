@@ -14,7 +14,8 @@ PROMPTS = [[3, 1, 4, 1, 5], [9], list(range(1, 40))]
 
 
 def texts(toy: Toy, params: SamplingParams, prompts: list[list[int]] = PROMPTS, draft: int = 8) -> list[tuple[int, ...]]:
-    streams = [toy.start(prompt, params, service=Service(draft=draft)) for prompt in prompts]
+    with toy.paused():
+        streams = [toy.start(prompt, params, service=Service(draft=draft)) for prompt in prompts]
     return [stream.wait().token_ids for stream in streams]
 
 

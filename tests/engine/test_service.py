@@ -149,8 +149,8 @@ def test_a_request_that_waits_too_long_fails_with_its_own_type() -> None:
 def test_a_request_that_takes_too_long_keeps_what_it_has() -> None:
     with Toy() as toy:
         free = toy.hold(3)
-        stream = toy.start(PROMPT, GREEDY, service=Service(total_seconds=0.05))
-        threading.Timer(0.2, free).start()
+        stream = toy.start(PROMPT, GREEDY, service=Service(total_seconds=0.5))
+        threading.Timer(0.8, free).start()
         result = stream.wait()
         assert isinstance(result.failure, DeadlineExceeded)
         assert result.token_ids == alone(PROMPT, GREEDY)[: len(result.token_ids)]

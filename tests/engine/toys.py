@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -322,6 +323,24 @@ class Toy:
         """Lets so many steps run, and further ones only once what it returns is called."""
         turns = self.step.turns = threading.Semaphore(steps)
         return lambda: turns.release(1000)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """No step begins within: what is started here is seen by the scheduler at once."""
+        stopped, go = threading.Event(), threading.Event()
+
+        def wait() -> None:
+            stopped.set()
+            assert go.wait(60)
+
+        thread = threading.Thread(target=self.loop.run, args=(wait,))
+        thread.start()
+        assert stopped.wait(60)
+        try:
+            yield
+        finally:
+            go.set()
+            thread.join()
 
     def assert_all_returned(self) -> None:
         """Every block is free but those of kept prefixes, and those go when they are asked to."""

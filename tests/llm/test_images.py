@@ -16,13 +16,13 @@ from PIL import Image
 import quarrel
 from quarrel.cpu_backend.backend import create as cpu
 from quarrel.engine import Request, SamplingParams, Service
-from quarrel.engine.engine import Engine
 from quarrel.engine.images import PlacedImage, Sight
 from quarrel.errors import DeadlineExceeded, RequestError, UnsupportedModel
 from quarrel.gguf import GGUFFile
 from quarrel.llm.images import Eyes
 from quarrel.llm.texts import VocabularyTexts
 from quarrel.vision.patches import Picture
+from tests.llm.preempted import preempt_after
 from tests.paths import need_cases
 from tests.sight import CASES, EYES, IMAGE
 from tools.eyes.pictures import Scene, drawn
@@ -233,28 +233,16 @@ def seen_red(question: str = "What do you see?") -> list[dict[str, object]]:
     return asking(drawn(Scene("seven", "red", "white"), Random(5)), text=question)
 
 
-def preempted(engine: Engine) -> int:
-    """Takes the blocks of all that runs; known blocks and rows of images are forgotten. On the engine's own thread."""
-    engine.finish()
-    running = [*engine.scheduler.running]
-    for sequence in running:
-        engine.scheduler.preempt(sequence)
-    assert engine.images is not None
-    engine.images._kept.clear()
-    return len(running)
-
-
-def test_an_answer_about_an_image_goes_on_after_its_blocks_were_taken() -> None:
+def test_an_answer_about_an_image_goes_on_after_its_blocks_were_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     params = SamplingParams(temperature=0, max_tokens=180, ignore_eos=True)
     with quarrel.load(EYES / "trained" / "model.gguf", backend="cpu", n_ctx=256, prefix_cache=False) as llm:
         wanted = llm.chat(seen_red(), params).token_ids
         engine = llm._loop.engine
         assert engine is not None
         assert engine.images is not None
-        stream = llm.chat(seen_red(), params, stream=True)
-        ids = [next(stream).token_id for _ in range(3)]
-        assert llm.prefixes._run(preempted) == 1
-        assert (*ids, *(chunk.token_id for chunk in stream if chunk.token_id is not None)) == wanted
+        found = preempt_after(monkeypatch, 3)
+        assert llm.chat(seen_red(), params).token_ids == wanted
+        assert found == [1]
         assert engine.images.encoded == 2
 
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import quarrel
-from quarrel.engine.engine import Engine
 from quarrel.llm import LLM
+from tests.llm.preempted import preempt_after
 from tests.llm.test_adapters import write_adapter
 from tests.paths import need_cases
 from tests.sight import EYES
@@ -19,24 +19,6 @@ from tools.eyes.pictures import Scene, drawn
 
 ASK: dict[str, Any] = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
 ALL = 99
-
-
-def preempt_after(monkeypatch: pytest.MonkeyPatch, tokens: int) -> list[int]:
-    """Takes the running sequences' blocks away, once, between two steps; how many sequences that were."""
-    advance, found = Engine.advance, list[int]()
-
-    def advance_and_preempt(engine: Engine) -> bool:
-        worked = advance(engine)
-        running = [*engine.scheduler.running]
-        if not found and any(len(s.tokens) - s.n_prompt >= tokens for s in running):
-            engine.finish()
-            for sequence in running:
-                engine.scheduler.preempt(sequence)
-            found.append(len(running))
-        return worked
-
-    monkeypatch.setattr(Engine, "advance", advance_and_preempt)
-    return found
 
 
 def answers(llm: LLM, **more: Any) -> list[Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,14 @@ def test_what_lies_behind_a_text_in_its_last_block_is_not_saved(tiny: Path, tmp_
 
 
 def test_a_text_comes_in_pieces_between_other_steps(tiny: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine waits for the caller: it makes one step for each thing that the restoring asks of it."""
     steps: list[int] = []
-    write = transfer.Restore.write
+    write, advance, restored = transfer.Restore.write, Engine.advance, threading.Event()
+
+    def step_when_asked(engine: Engine) -> bool:
+        while engine.stats.steps > 1 and not (llm._loop._jobs or restored.is_set()):
+            time.sleep(1e-3)
+        return advance(engine)
 
     def watched(restore: transfer.Restore, engine: Engine) -> bool:
         steps.append(engine.stats.steps)
@@ -120,10 +127,14 @@ def test_a_text_comes_in_pieces_between_other_steps(tiny: Path, saved: Path, mon
 
     monkeypatch.setattr(transfer, "PIECE", 1)
     monkeypatch.setattr(transfer.Restore, "write", watched)
+    monkeypatch.setattr(Engine, "advance", step_when_asked)
     with quarrel.load(tiny, **OPTIONS) as llm:
         for i, _ in enumerate(llm.stream([1, 5, 6], max_tokens=200, ignore_eos=True)):
             if i == 0:
-                tokens, _ = llm.prefixes.restore(saved)
+                try:
+                    tokens, _ = llm.prefixes.restore(saved)
+                finally:
+                    restored.set()
         assert len(steps) == 4 + 1  # a block of 32 tokens each, and once more
         assert len(set(steps)) > 2
         assert llm.prefixes.known(tokens) == len(tokens) == 109
