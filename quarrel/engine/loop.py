@@ -194,13 +194,11 @@ class Loop:
     def _shut(self) -> None:
         """Nobody is left waiting: jobs that came too late find the engine closed, sequences end."""
         engine = self.engine
-        if engine is not None and self._fault is not None:
-            engine.end_all("error", EngineFault(self._fault))
         with self._wake:
             jobs, self._jobs = self._jobs, deque()
         for job in jobs:
             job()
         if engine is not None:
-            engine.end_all("cancelled")
+            engine.end_all(*(("cancelled",) if self._fault is None else ("error", EngineFault(self._fault))))
             self.outputs.send()
             engine.close()

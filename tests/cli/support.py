@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Sequence as Tokens
 from pathlib import Path
 
@@ -61,14 +60,3 @@ def interrupt_after(monkeypatch: pytest.MonkeyPatch, chunks: int) -> None:
 
     monkeypatch.setattr(Stream, "__next__", next_)
     monkeypatch.setattr(Generation, "accept", in_turn)
-
-
-def step_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A step takes a millisecond longer for each sequence."""
-    accept = Generation.accept
-
-    def slowly(self: Generation, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:
-        time.sleep(0.001)
-        return accept(self, outputs, first, count, draft)
-
-    monkeypatch.setattr(Generation, "accept", slowly)

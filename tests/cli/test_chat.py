@@ -20,8 +20,9 @@ from quarrel.cli.conversation import Conversation
 from quarrel.cli.editor import Lines
 from quarrel.engine import Result, Timings, Usage
 from quarrel.llm import LLM
-from tests.cli.support import GREEDY, interrupt_after, step_slowly, typed
+from tests.cli.support import GREEDY, interrupt_after, typed
 from tests.sight import EYES
+from tests.slowly import step_slowly
 from tools.eyes.pictures import Scene, drawn
 
 

@@ -491,12 +491,10 @@ def test_many_threads_get_what_they_get_alone() -> None:
 
 def test_an_engine_that_breaks_leaves_nobody_waiting() -> None:
     with Toy() as toy:
-        free = toy.hold()
-        stream = toy.start(PROMPT, params(max_tokens=50))
-        next_one = toy.start([1], GREEDY)
-        toy.engine.scheduler.next = lambda: 1 / 0  # type: ignore[assignment, return-value, method-assign]
-        free()
-        results = [s.wait() for s in (stream, next_one)]
+        with toy.paused():
+            streams = [toy.start(PROMPT, params(max_tokens=50)), toy.start([1], GREEDY)]
+            toy.engine.scheduler.next = lambda: 1 / 0  # type: ignore[assignment, return-value, method-assign]
+        results = [s.wait() for s in streams]
         assert [r.finish_reason for r in results] == ["error", "error"]
         assert "internal error" in str(results[0].error)
         toy.loop.close()

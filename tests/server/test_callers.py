@@ -20,6 +20,7 @@ from quarrel.server import Keyring, Rates, Settings
 from quarrel.server.callers import Proxies
 from quarrel.server.settings import networks
 from tests.server.conftest import Live, running
+from tests.slowly import step_slowly
 
 NO_RATES = Rates(requests=0)
 
@@ -131,7 +132,8 @@ def test_a_websocket_is_refused_with_a_status(tmp_path: Path, monkeypatch: pytes
         assert refused.value.response.headers["retry-after"] == "5"
 
 
-def test_a_model_has_a_bounded_number_of_websockets(tmp_path: Path) -> None:
+def test_a_model_has_a_bounded_number_of_websockets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_slowly(monkeypatch, 0.02)
     with running(Settings(data_dir=tmp_path, rates=NO_RATES, sockets_per_model=1)) as made:
         with page(made) as first, page(made) as second:
             long = {"type": "inference", "payload": {"prompt": "a", "max_tokens": 400, "ignore_eos": True}}

@@ -20,6 +20,7 @@ from quarrel.server import websocket as server_socket
 from quarrel.server.dispatch import Generation
 from quarrel.server.errors import Refused
 from tests.server.conftest import Live, running
+from tests.slowly import step_slowly
 
 
 def address(live: Live) -> str:
@@ -61,10 +62,11 @@ def test_a_greeting_then_tokens_then_the_end(live: Live) -> None:
         assert "".join(r["token"] for r in rows) == whole.json()["text"]
 
 
-def test_stop_ends_one_request_and_not_the_connection(live: Live) -> None:
+def test_stop_ends_one_request_and_not_the_connection(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_slowly(monkeypatch, 0.02)
     with connect(address(live)) as socket:
-        for id in ("a", "b"):
-            say(socket, "inference", prompt="Once", max_tokens=480, ignore_eos=True, request_id=id, stream=id == "a")
+        for id, count in (("a", 480), ("b", 60)):
+            say(socket, "inference", prompt="Once", max_tokens=count, ignore_eos=True, request_id=id, stream=id == "a")
         while hear(socket, "inference")["request_id"] != "a":
             pass
         say(socket, "stop", request_id="a")
@@ -158,7 +160,8 @@ def test_a_foreign_page_and_a_keyless_one_are_kept_out(live: Live, tmp_path: Pat
             assert hear(socket, "status")["connected"]
 
 
-def test_a_page_that_goes_ends_its_work(live: Live) -> None:
+def test_a_page_that_goes_ends_its_work(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_slowly(monkeypatch, 0.02)
     live.client.post("/api/models/demo")
     loaded = live.server.dispatcher.models.entry("demo").loaded
     assert loaded is not None
