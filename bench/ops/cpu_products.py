@@ -20,8 +20,8 @@ import numpy as np
 
 from bench.shared import Notes, command_line
 from quarrel.cpu_backend.formats.table import BLOCKS
-from quarrel.cpu_backend.linear.activations import padded, quantize, row_bytes
-from quarrel.cpu_backend.linear.floats import float_linear
+from quarrel.cpu_backend.linear.activations import padded, quantize, row_bytes, to_bfloat16
+from quarrel.cpu_backend.linear.floats import PAIRS, float_linear
 from quarrel.cpu_backend.linear.matvec import MATVEC_ROWS, matvec
 from quarrel.cpu_backend.linear.tile import tile, tile_count
 from quarrel.cpu_backend.runtime.abi import KernelDef
@@ -91,7 +91,12 @@ def ours(name: str, weight: np.ndarray, x: np.ndarray) -> Run:
     output = {"y": y.ctypes.data, "y_stride": 4 * n, "bias": 0, "residual": 0, "scale": 1.0}
     common = {"live_rows": live.ctypes.data, "w": weight.ctypes.data, "n": n, "row_bytes": size, **output}
     keep: list[object] = [weight, x, y, live]
-    if name not in BLOCKS:
+    if name == "BF16" and here.bfloat16:
+        chunks, kernel, halves = 1, float_linear(PAIRS, here, k // 2), aligned(2 * x.size)
+        called(to_bfloat16(), {"x": x.ctypes.data, "out": halves.ctypes.data, "k": x.size}, 1, halves, keep)()
+        common |= {"x": halves.ctypes.data, "k": k // 2, "n_tiles": chunks, "chunk_rows": n}
+        keep.append(halves)
+    elif name not in BLOCKS:
         chunks, kernel = 1, float_linear(name, here, k)
         common |= {"x": x.ctypes.data, "k": k, "n_tiles": chunks, "chunk_rows": n}
     else:

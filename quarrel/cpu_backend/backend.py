@@ -24,6 +24,7 @@ from quarrel.ops.program import Program
 from quarrel.ops.step import ComputeChoice, Limits, Step, WeightSource
 
 _LEVEL_NAMES = {
+    "avx512bf16": "AVX-512 VNNI and BF16",
     "avx512vnni": "AVX-512 VNNI",
     "avxvnni": "AVX-VNNI",
     "avx2": "AVX2",

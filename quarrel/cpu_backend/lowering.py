@@ -13,7 +13,7 @@ import numpy as np
 
 from quarrel.cpu_backend.attention.cache import Cache
 from quarrel.cpu_backend.experts.counts import ExpertCounts
-from quarrel.cpu_backend.linear.activations import quantize, row_bytes
+from quarrel.cpu_backend.linear.activations import quantize, row_bytes, to_bfloat16
 from quarrel.cpu_backend.plan import Arg, Header, Job, Live, Plan, Slot
 from quarrel.cpu_backend.runtime.abi import KernelDef
 from quarrel.cpu_backend.weights import Weights
@@ -98,3 +98,11 @@ class Lowering:
             k, between = p.row(x)
             self.shared_stage(x, quantize(), x, times=between, x=x, out=p.place(x, "q"), k=k, out_stride=row_bytes(k))
         return p.place(x, "q")
+
+    def in_bfloat16(self, x: Value) -> Arg:
+        """x rounded to bfloat16, by a stage of its own."""
+        p = self.plan
+        if not p.has(x, "bf16"):
+            k, between = p.row(x)
+            self.shared_stage(x, to_bfloat16(), x, times=between, x=x, out=p.place(x, "bf16"), k=k)
+        return p.place(x, "bf16")

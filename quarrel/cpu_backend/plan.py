@@ -206,7 +206,7 @@ class Plan:
                 k, between = self.row(value)
                 each = row_bytes(k) * between
             else:
-                each = 4 * self.width(value)
+                each = (2 if form == "bf16" else 4) * self.width(value)
             # Vector loads may run past the last row, never past this margin.
             self._at[key] = self.arena.allocate(self.sizes[self.rows(value)] * each + 256)
         return self._at[key]
@@ -241,7 +241,7 @@ class Plan:
 
     def end_value(self, value: Value) -> None:
         """Frees a value that no later node reads."""
-        for form in ("f32", "q"):
+        for form in ("f32", "q", "bf16"):
             slot = self._at.get((value.id, form))
             if isinstance(slot, Slot):
                 self.arena.free(slot)

@@ -14,6 +14,7 @@ from quarrel.ops import draw
 from quarrel.ops.contract import rel_error
 from quarrel.ops.embedding import EMBEDDING, EmbeddingSpec
 from quarrel.ops.formats import WEIGHT_TYPES
+from quarrel.ops.kv import stored
 from quarrel.ops.linear import LINEAR, LinearSpec
 
 LEVELS = [level.name for level in features.levels()]
@@ -31,7 +32,7 @@ def shapes(type: GGMLType) -> list[tuple[int, int]]:
     """(n, k): whole superblocks, and a row that ends within one where the format allows it; of floats also chunks of more
     rows than a block of them has, with values in more than one stretch."""
     smallest = FORMATS[type].elements
-    odd = {256: [], 64: [(35, 64 * 5)], 32: [(35, 32 * 11)], 1: [(35, 77), (500, 1029)]}[smallest]
+    odd = {256: [], 64: [(35, 64 * 5)], 32: [(35, 32 * 11)], 1: [(35, 77), (35, 78), (500, 1030)]}[smallest]
     return [(67, 768), *odd]
 
 
@@ -48,6 +49,27 @@ def test_linear_is_right_and_does_not_depend_on_the_batch(backend: CpuBackend, t
             assert np.array_equal(y, results[-1][: len(y)])
         singles = [backend.run_op(LINEAR, LinearSpec(type, n, k), (x[i : i + 1], weight))[0] for i in (4, 16)]
         assert np.array_equal(np.concatenate(singles), results[-1][[4, 16]])
+
+
+def test_pairs_of_bfloat16_round_x_and_nothing_else() -> None:
+    level = features.levels()[0]
+    if not level.bfloat16:
+        pytest.skip(f"{level.name} has no products of pairs")
+    rng, backend = np.random.default_rng(4), CpuBackend(level.name, threads=1)
+    for k in (2, 30, 32, 78, 1030, 2048):
+        weight, x = draw.weight(rng, GGMLType.BF16, 29, k), draw.activations(rng, 7, k)
+        x[0, 0], x[1, 1], x[2, 0] = 1e-41, 3.4e38, -0.0  # a subnormal, what rounds to infinity
+        x[3, 1] = np.nan
+        with np.errstate(over="ignore", invalid="ignore"):
+            rounded = stored(x, "bfloat16").astype(np.float64)
+            wanted = rounded @ weight.dense().astype(np.float64).T
+        (y,) = backend.run_op(LINEAR, LinearSpec(GGMLType.BF16, 29, k), (x, weight))
+        assert np.array_equal(np.isnan(y), np.isnan(wanted))
+        fine = np.isfinite(wanted).all(1)
+        assert list(fine) == [True, False, True, False, True, True, True]
+        assert np.array_equal(y[1], wanted[1].astype(np.float32))
+        assert rel_error(y[fine], wanted[fine]) < 2e-6
+    backend.close()
 
 
 @pytest.mark.parametrize("type", WEIGHT_TYPES, ids=lambda t: t.name)

@@ -142,7 +142,8 @@ def test_explain_names_an_implementation_for_every_node(step: Step) -> None:
     assert all(line.implementation for line in lines)
     (linear,) = {(line.implementation, line.declined) for line in lines if line.op == "linear_add"}
     assert linear[0] == "linear + residual (float32 tile for any rows)"
-    assert linear[1] == tuple(f"int8 {kind}: needs a block format, got F32" for kind in ("matvec", "tile"))
+    reasons = {"int8 matvec": "a block format", "int8 tile": "a block format", "bfloat16 tile": "BF16"}
+    assert linear[1] == tuple(f"{kernel}: needs {what}, got F32" for kernel, what in reasons.items())
 
 
 def test_refusals(step: Step) -> None:

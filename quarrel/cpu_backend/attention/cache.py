@@ -18,7 +18,15 @@ import numpy as np
 
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I8, I16, I32, Kernel, Val, vec
-from quarrel.cpu_backend.runtime.vector import F32x16, bf16_to_f32, f16_to_f32, f32_to_f16, max_lanes, sum_lanes
+from quarrel.cpu_backend.runtime.vector import (
+    F32x16,
+    bf16_to_f32,
+    f16_to_f32,
+    f32_to_bf16,
+    f32_to_f16,
+    max_lanes,
+    sum_lanes,
+)
 from quarrel.ops.contract import Array, KVArrays
 from quarrel.ops.kv import FLOAT8, LEAST, TOP, KVType, decode, encode, scaled, stored
 from quarrel.ops.program import KVLayer
@@ -147,9 +155,7 @@ def rounded(k: Kernel, level: Level, kind: Kind, x: Val) -> Val:
         return x
     if kind == "float16":
         return f32_to_f16(k, level, x)
-    bits = x.bitcast(vec(I32, x.lanes))
-    nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    return (k.select(nan, bits | 0x400000, bits + (0x7FFF + (bits >> 16 & 1))) >> 16).to(I16)
+    return f32_to_bf16(k, x)
 
 
 def store_codes(k: Kernel, kind: Kind, x: Val, dim: Val, put: Put) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 from quarrel.cpu_backend.experts import products, route
 from quarrel.cpu_backend.formats.table import BLOCKS
 from quarrel.cpu_backend.linear.activations import row_bytes
-from quarrel.cpu_backend.linear.floats import ROWS
-from quarrel.cpu_backend.linear.kernels import LinearKernel, choose, chunk_bounds, needs_blocks, takes_all
+from quarrel.cpu_backend.linear.floats import PAIRS, ROWS
+from quarrel.cpu_backend.linear.kernels import LinearKernel, choose, chunk_bounds, needs_blocks, needs_pairs, takes_all
 from quarrel.cpu_backend.linear.matvec import matrix_fields
 from quarrel.cpu_backend.linear.tile import tile_count
 from quarrel.cpu_backend.lowering import Field, Lowering
@@ -75,18 +75,28 @@ def _tile_job(e: Lowering, c: Call) -> Job:
     return e.job(kernel, active, {**fields, **lists, "shared": c.shared, "n_tiles": n_tiles}, times=n_tiles)
 
 
-def _float_job(e: Lowering, c: Call) -> Job:
+def _floats(e: Lowering, c: Call, kind: str, x: Field, k: int) -> Job:
+    """The products with weights as rows of `k` values of a kind."""
     s, w = c.spec, c.w
     lists, active = _entries(e, c, Header.axis(e.plan.rows(c.ids)))
     n_tiles = -(-s.n // ROWS)
-    matrix = {"w": w.address, "n": s.n, "k": s.k, "row_bytes": w.row_bytes, "chunk_rows": ROWS, "n_tiles": n_tiles}
-    fields = {**lists, **c.output, **matrix, "shared": c.shared, "x": c.x, "x_stride": 4 * s.k}
-    return e.job(products.expert_floats(w.type, e.plan.level, s.k), active, fields, times=n_tiles)
+    matrix = {"w": w.address, "n": s.n, "k": k, "row_bytes": w.row_bytes, "chunk_rows": ROWS, "n_tiles": n_tiles}
+    fields = {**lists, **c.output, **matrix, "shared": c.shared, "x": x, "x_stride": 4 * k}
+    return e.job(products.expert_floats(kind, e.plan.level, k), active, fields, times=n_tiles)
+
+
+def _pairs_job(e: Lowering, c: Call) -> Job:
+    return _floats(e, c, PAIRS, e.in_bfloat16(c.x), c.spec.k // 2)
+
+
+def _float_job(e: Lowering, c: Call) -> Job:
+    return _floats(e, c, c.w.type, c.x, c.spec.k)
 
 
 KERNELS = (
     LinearKernel("int8 matvec by expert", "few rows", "q", needs_blocks, _matvec_job),
     LinearKernel("int8 tile by expert", "more rows", "q", needs_blocks, _tile_job),
+    LinearKernel("bfloat16 tile by expert", "any rows", "f32", needs_pairs, _pairs_job),
     LinearKernel("float32 tile by expert", "any rows", "f32", takes_all, _float_job),
 )
 """As `linear/kernels.py`; "few rows" are one token here, whatever the number of its experts."""

@@ -1,4 +1,4 @@
-"""Activations rounded to 8 bits: one row becomes codes with a scale and sums per block of 32.
+"""Activations rounded to bfloat16, or to 8 bits: then one row becomes codes with a scale and sums per block of 32.
 
     d = max|x| / 127,  q = round(x / d)                      per block of 32, as Q8_0
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.ir import F32, I8, I16, I32, Kernel, Val, vec
-from quarrel.cpu_backend.runtime.vector import F32x16, max_lanes, sum_lanes
+from quarrel.cpu_backend.runtime.vector import F32x16, each, f32_to_bf16, f32s, max_lanes, sum_lanes
 
 
 def padded(k: int) -> int:
@@ -122,3 +122,13 @@ def quantize() -> KernelDef:
         quantize_blocks(k, row, a.x + chunk * (a.k << 2), k.i64(0), p >> 5, a.k)
 
     return KernelDef("quantize", ("x", "out", "k", "out_stride"), body)
+
+
+def to_bfloat16() -> KernelDef:
+    """Chunk t rounds row t of x, `[T, k]` float32, to bfloat16."""
+
+    def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
+        x, out = a.x + chunk * (a.k << 2), a.out + chunk * (a.k << 1)
+        each(k, a.k, lambda o, lanes: k.store(f32_to_bf16(k, k.load(x + o, f32s(lanes))), out + (o >> 1)))
+
+    return KernelDef("to_bfloat16", ("x", "out", "k"), body)

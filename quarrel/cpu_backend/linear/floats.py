@@ -3,6 +3,9 @@
 For every (weight row, activation row) pair one vector of sixteen chains runs over k, lane i taking k = i mod 16, and the
 lanes are added as a fixed tree: the same order in every tile, so that a row gives the same bits in any batch. Packed weight
 rows are first dequantised, once for all activation rows of the chunk, into scratch memory.
+
+Where the CPU sums pairs of bfloat16 (`Level.bfloat16`), a chain takes a pair of BF16 weights, and of activations rounded
+alike, as if it were one value: rows of `k` values are rows of k / 2 PAIRS.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
-from quarrel.cpu_backend.formats.dequantize import FLOATS, dequantize_row, load_float
+from quarrel.cpu_backend.formats import dequantize
+from quarrel.cpu_backend.formats.dequantize import dequantize_row
 from quarrel.cpu_backend.formats.table import BLOCKS
 from quarrel.cpu_backend.linear.activations import padded
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
@@ -19,7 +23,7 @@ from quarrel.cpu_backend.linear.matvec import Rows
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, Kernel, Val, Var, vec
-from quarrel.cpu_backend.runtime.vector import F32x16, sum_lanes
+from quarrel.cpu_backend.runtime.vector import F32x16, dot_bf16, sum_lanes
 
 ROWS = 16
 """Weight rows of a chunk when there are many activation rows, and at most when packed rows are dequantised first."""
@@ -40,9 +44,19 @@ Zen 3 that reads 15 GB/s read F16 rows of 576, 1536, 2880 and 4096 values at 9.7
 prefetches; with them at 13.4, 13.0, 12.4 and 12.5 one at a time, and 10.9, 14.0, 13.0 and 14.8 in fours."""
 
 
+PAIRS = "BF16x2"
+FLOATS = {**dequantize.FLOATS, PAIRS: 4}
+"""Bytes of a value of a `FloatMatrix`."""
+
+
+def load_float(k: Kernel, level: Level, kind: str, row: Val, offset: Val, lanes: int) -> Val:
+    """`dequantize.load_float`, of pairs as they are."""
+    return dequantize.load_float(k, level, "F32" if kind == PAIRS else kind, row, offset, lanes)
+
+
 @dataclass(frozen=True)
 class FloatMatrix:
-    """Unpacked weight rows of `kind`: row i at base + i * size, of `k` values."""
+    """Unpacked weight rows of `kind`, F32, F16, BF16 or PAIRS: row i at base + i * size, of `k` values."""
 
     base: Val
     size: Val
@@ -112,18 +126,21 @@ class _Chains:
         )
 
     def _add(self, k: Kernel, load_w: Callable[[Val], Val], load_x: Callable[[Val], Val]) -> None:
+        def add(chains: Var, w: Val, x: Val) -> None:
+            chains.v = dot_bf16(k, chains.v, w, x) if self.m.kind == PAIRS else k.fma(w, x, chains.v)
+
         if 1 < len(self.xs) < len(self.row_at):  # the fewer stay in registers
             xs = [load_x(row) for row in self.xs]
             for row, sums in zip(self.row_at, self.acc, strict=True):
                 w = load_w(row)
                 for x, chains in zip(xs, sums, strict=True):
-                    chains.v = k.fma(w, x, chains.v)
+                    add(chains, w, x)
             return
         ws = [load_w(row) for row in self.row_at]
         for j, x_row in enumerate(self.xs):
             x = load_x(x_row)
             for w, sums in zip(ws, self.acc, strict=True):
-                sums[j].v = k.fma(w, x, sums[j].v)
+                add(sums[j], w, x)
 
 
 def _add_span(
@@ -247,9 +264,13 @@ def _later(k: Kernel, m: FloatMatrix, count: int, ahead: int) -> Val:
     return (k.i64(ahead - 1) // tile + 1) * tile
 
 
+BETTER = {6: (7, 8), 4: (5,)}
+"""Numbers of activation rows of which such a tile is not the first: 8 are twice 4, 7 are 4 and 3, 5 are 3 and 2."""
+
+
 def tiles(level: Level) -> tuple[tuple[int, int], ...]:
     """Weight rows by activation rows that are computed at once, where there are so many activation rows."""
-    return ((4, 6), (4, 4), (4, 2)) if level.registers >= 32 else ((3, 4), (3, 2))
+    return ((4, 6), (4, 4), (4, 3), (4, 2)) if level.registers >= 32 else ((3, 4), (3, 2))
 
 
 def chunk_rows(level: Level, rows: int, row_bytes: int, threads: int) -> int:
@@ -282,8 +303,11 @@ def float_rows(k: Kernel, level: Level, m: FloatMatrix, span: tuple[Val, Val], r
             store(n + i, ts, chains.results(k, level, i, tail))
 
     def fits(width: int) -> Val:
-        here = t.v + width <= rows.stop
-        return here & (rows.stop - t.v).ne(8) if width == 6 else here  # twice four are faster than six and two
+        left = rows.stop - t.v
+        here = left >= width
+        for better in BETTER.get(width, ()):
+            here = here & left.ne(better)
+        return here
 
     for height, width in (*tiles(level), (m.single(level), 1)):
         with k.loop_while(lambda: fits(width)):  # noqa: B023

@@ -28,7 +28,7 @@ from quarrel.ops.linear import LinearSpec
 
 Rows = Literal["few rows", "more rows", "any rows"]
 Form = Literal["q", "f32"]
-"""How a kernel reads activations: rounded to 8 bits, or as they are."""
+"""How a kernel's producer should leave activations: rounded to 8 bits, or as they are."""
 C = TypeVar("C")
 
 
@@ -96,6 +96,17 @@ def needs_blocks(p: Problem) -> str | None:
     return "rounds activations to 8 bits, and float32 arithmetic was requested" if p.exact else None
 
 
+def needs_pairs(p: Problem) -> str | None:
+    """Of kernels that multiply bfloat16 with activations rounded to it."""
+    if p.type != "BF16":
+        return f"needs BF16, got {p.type}"
+    if p.exact:
+        return "rounds activations to bfloat16, and float32 arithmetic was requested"
+    if not p.level.bfloat16:
+        return f"needs an instruction for pairs of bfloat16, which {p.level.name} lacks"
+    return f"needs rows of pairs, got {p.k} values" if p.k % 2 else None
+
+
 def takes_all(p: Problem) -> str | None:
     """Of kernels that dequantize what they read."""
     return None
@@ -140,18 +151,28 @@ def _tile_job(e: Lowering, c: Call) -> Job:
     return e.job(kernel, Header.tile(axis), fields, T_BLOCK, n_tiles)
 
 
-def _float_job(e: Lowering, c: Call) -> Job:
+def _floats(e: Lowering, c: Call, kind: str, x: Field, k: int) -> Job:
+    """The map of weights as rows of `k` values of a kind."""
     axis, w = e.plan.rows(c.x), c.w
-    rows = floats.ROWS if w.type in BLOCKS else floats.chunk_rows(e.plan.level, w.rows, w.row_bytes, e.plan.threads)
+    rows = floats.ROWS if kind in BLOCKS else floats.chunk_rows(e.plan.level, w.rows, w.row_bytes, e.plan.threads)
     n_tiles = -(-w.rows // rows)
-    matrix = {"w": w.address, "n": w.rows, "k": w.k, "row_bytes": w.row_bytes}
-    fields = {**c.output, **matrix, "x": c.x, "live_rows": e.plan.live(axis), "n_tiles": n_tiles, "chunk_rows": rows}
-    return e.job(float_linear(w.type, e.plan.level, w.k), Header.axis(axis), fields, T_BLOCK, n_tiles)
+    matrix = {"w": w.address, "n": w.rows, "k": k, "row_bytes": w.row_bytes}
+    fields = {**c.output, **matrix, "x": x, "live_rows": e.plan.live(axis), "n_tiles": n_tiles, "chunk_rows": rows}
+    return e.job(float_linear(kind, e.plan.level, k), Header.axis(axis), fields, T_BLOCK, n_tiles)
+
+
+def _pairs_job(e: Lowering, c: Call) -> Job:
+    return _floats(e, c, floats.PAIRS, e.in_bfloat16(c.x), c.w.k // 2)
+
+
+def _float_job(e: Lowering, c: Call) -> Job:
+    return _floats(e, c, c.w.type, c.x, c.w.k)
 
 
 KERNELS = (
     LinearKernel("int8 matvec", "few rows", "q", needs_blocks, _matvec_job),
     LinearKernel("int8 tile", "more rows", "q", needs_blocks, _tile_job),
+    LinearKernel("bfloat16 tile", "any rows", "f32", needs_pairs, _pairs_job),
     LinearKernel("float32 tile", "any rows", "f32", takes_all, _float_job),
 )
 

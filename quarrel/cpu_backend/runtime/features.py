@@ -32,21 +32,14 @@ class Level:
     """Conversions of float16 are instructions; without them they are emitted as integer arithmetic."""
     registers: int
     """512-bit vectors that the register file holds."""
+    bfloat16: bool = False
+    """Products of bfloat16 are summed in pairs by one instruction."""
 
 
+_AVX512 = ("avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512vnni", "avx512vbmi", "avx2", "fma", "f16c")
 _NEEDS = {
-    "avx512vnni": (
-        "avx512f",
-        "avx512bw",
-        "avx512vl",
-        "avx512dq",
-        "avx512cd",
-        "avx512vnni",
-        "avx512vbmi",
-        "avx2",
-        "fma",
-        "f16c",
-    ),
+    "avx512bf16": (*_AVX512, "avx512bf16"),
+    "avx512vnni": _AVX512,
     "avxvnni": ("avx2", "fma", "f16c", "avxvnni"),
     "avx2": ("avx2", "fma", "f16c"),
     "neon": ("neon", "dotprod"),
@@ -55,6 +48,7 @@ _NEEDS = {
 LEVELS = {
     level.name: level
     for level in (
+        Level("avx512bf16", "x86_64", "x86-64-v4", "+avx512vnni,+avx512vbmi,+avx512bf16", "vnni512", True, 32, True),
         Level("avx512vnni", "x86_64", "x86-64-v4", "+avx512vnni,+avx512vbmi", "vnni512", True, 32),
         Level("avxvnni", "x86_64", "x86-64-v3", "+avxvnni", "vnni256", True, 8),
         Level("avx2", "x86_64", "x86-64-v3", "", "maddubs", True, 8),

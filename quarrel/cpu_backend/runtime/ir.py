@@ -22,6 +22,16 @@ _FLOAT_BITS = {ir.HalfType: 16, ir.FloatType: 32, ir.DoubleType: 64}
 FLOATS = tuple(_FLOAT_BITS)
 
 
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name. Only operands of intrinsics are of this type."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+BF16 = _BFloat()
+
+
 @lru_cache(1024)
 def vec(element: ir.Type, lanes: int) -> ir.Type:
     """The vector type, or the element itself for one lane."""

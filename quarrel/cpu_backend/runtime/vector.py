@@ -6,13 +6,17 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import llvmlite.binding as llvm
+
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import F16, F32, I8, I16, I32, I64, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.ir import BF16, F16, F32, I8, I16, I32, I64, Kernel, Val, vec
 from quarrel.ops.activation import NORMAL_TAIL
 
 I32x16 = vec(I32, 16)
 F32x16 = vec(F32, 16)
 I8x64 = vec(I8, 64)
+_PAIRS = vec(BF16, 32) if llvm.llvm_version_info[0] > 15 else I32x16
+"""What `dot_bf16` has LLVM multiply."""
 
 
 def each(k: Kernel, n: Val, body: Callable[[Val, int], None], lanes: int = 16) -> None:
@@ -297,6 +301,18 @@ def f32_to_f16(k: Kernel, level: Level, x: Val) -> Val:
 def bf16_to_f32(bits: Val) -> Val:
     """bfloat16, as <n x i16>, to float32."""
     return (bits.to(I32, unsigned=True) << 16).bitcast(vec(F32, bits.lanes))
+
+
+def f32_to_bf16(k: Kernel, x: Val) -> Val:
+    """float32 to bfloat16, as <n x i16>, to nearest even."""
+    bits = x.bitcast(vec(I32, x.lanes))
+    nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    return (k.select(nan, bits | 0x400000, bits + (0x7FFF + (bits >> 16 & 1))) >> 16).to(I16)
+
+
+def dot_bf16(k: Kernel, acc: Val, w: Val, x: Val) -> Val:
+    """acc[i] + w[2i] * x[2i] + w[2i + 1] * x[2i + 1]; w and x 32 of bfloat16, as <16 x f32>. Needs `Level.bfloat16`."""
+    return k.call("llvm.x86.avx512bf16.dpbf16ps.512", F32x16, acc, w.bitcast(_PAIRS), x.bitcast(_PAIRS))
 
 
 _LOG2E = 1.0 / math.log(2.0)
