@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 
 import quarrel
-from quarrel.child import spawn
 from quarrel.engine import Chunk, Histogram, Result, SamplingParams, Service, Stats, TokenLogprob
 from quarrel.engine.queue import retry_after
 from quarrel.errors import ContextOverflow, EngineLost, ModelNotFound, QuarrelError, QueueFull, RequestError
@@ -26,6 +25,7 @@ from quarrel.process import RemoteLLM, open_remote, worker
 from quarrel.process.values import chunk_of, chunk_row, plain, typed
 from quarrel.server.rest import expert_shares
 from tests.paths import need_cases
+from tests.slowly import SLOW, started_with
 
 T = TypeVar("T")
 OPTIONS = LoadOptions(backend="cpu", threads=2, max_seqs=4, max_waiting=8)
@@ -154,7 +154,10 @@ def test_the_load_of_experts_comes_over() -> None:
         far.close()
 
 
-def test_what_is_cancelled_or_dropped_ends(far: RemoteLLM) -> None:
+def test_what_is_cancelled_or_dropped_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_with(monkeypatch, SLOW)
+    far = open_remote("demo", OPTIONS)
+
     async def work() -> None:
         request = await asyncio.to_thread(lambda: far.prepare("Once", **LONG))
         stream = far.submit(request)
@@ -176,9 +179,11 @@ def test_what_is_cancelled_or_dropped_ends(far: RemoteLLM) -> None:
         assert not far._streams
 
     go(work())
+    far.close()
 
 
-def test_when_its_process_is_killed_everybody_is_told() -> None:
+def test_when_its_process_is_killed_everybody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_with(monkeypatch, SLOW)
     far, told = open_remote("demo", OPTIONS), threading.Event()
     far.when_lost(told.set)
 
@@ -213,12 +218,12 @@ from quarrel.engine.engine import Engine
 launch = Engine._launch
 Engine._launch = lambda self, batch: time.sleep(99) if self.stats.steps > 40 else launch(self, batch)
 """
+"""In a step, while the other threads go on."""
 
 
 @pytest.mark.parametrize("how", ["hangs in a step", "stands still"])
 def test_one_that_does_not_get_on_is_ended(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
-    if how == "hangs in a step":  # at the fortieth, while its other threads go on
-        monkeypatch.setattr(spawn, "_START", spawn._START.replace("main(int", HANGS + "main(int"))
+    started_with(monkeypatch, HANGS if how == "hangs in a step" else SLOW)
     far, told = open_remote("demo", OPTIONS, step_seconds=3.0), threading.Event()
     far.when_lost(told.set)
 
@@ -237,7 +242,8 @@ def test_one_that_does_not_get_on_is_ended(monkeypatch: pytest.MonkeyPatch, how:
     assert not far.running
 
 
-def test_one_that_is_closed_cancels_and_is_not_lost() -> None:
+def test_one_that_is_closed_cancels_and_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    started_with(monkeypatch, SLOW)
     far, told = open_remote("demo", OPTIONS), threading.Event()
     far.when_lost(told.set)
 

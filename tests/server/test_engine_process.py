@@ -26,6 +26,7 @@ from quarrel.server.errors import Refused
 from quarrel.server.models import ModelManager
 from tests.paths import need_cases
 from tests.server.conftest import Live, running
+from tests.slowly import SLOW, started_with
 from tests.test_metrics import TIMED
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 480, "ignore_eos": True}
@@ -37,9 +38,12 @@ def far(source: str) -> RemoteLLM:
 
 @pytest.fixture(scope="module", name="made")
 def _made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with running(Settings(data_dir=tmp_path_factory.mktemp("far"), rates=Rates(requests=0, streams=0)), far) as made:
-        made.client.post("/api/models/demo")
-        yield made
+    settings = Settings(data_dir=tmp_path_factory.mktemp("far"), rates=Rates(requests=0, streams=0))
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        started_with(monkeypatch, SLOW)
+        with running(settings, far) as made:
+            made.client.post("/api/models/demo")
+            yield made
 
 
 def entry(made: Live) -> Entry:

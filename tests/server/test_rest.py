@@ -18,6 +18,7 @@ import quarrel
 from quarrel.llm import LLM
 from quarrel.server import Rates, Settings, build
 from tests.server.conftest import Live, load, running
+from tests.slowly import step_slowly
 
 DEMO = Path(quarrel.__file__).parent / "demo" / "quarrel-demo-11M-Q8_0.gguf"
 
@@ -93,7 +94,8 @@ def test_metrics_have_their_names_and_count(live: Live) -> None:
     assert "secret-path" not in live.client.get("/metrics").text
 
 
-def test_a_model_is_unloaded_loaded_and_swapped_while_it_writes(tmp_path: Path) -> None:
+def test_a_model_is_unloaded_loaded_and_swapped_while_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_slowly(monkeypatch, 0.005)
     with running(Settings(data_dir=tmp_path, rates=Rates(requests=0))) as made:
         models = made.server.dispatcher.models
         assert made.client.post("/api/models/demo").json()["loaded"]
@@ -145,7 +147,8 @@ def blocks_are_back(llm: LLM, within: float = 5.0) -> bool:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_caller_that_goes_away_ends_its_work(live: Live, stream: bool) -> None:
+def test_a_caller_that_goes_away_ends_its_work(live: Live, stream: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_slowly(monkeypatch, 0.003)
     live.client.post("/api/generate", json={"prompt": "a", "max_tokens": 1})
     loaded = live.server.dispatcher.models.entry("demo").loaded
     assert loaded is not None
@@ -161,7 +164,9 @@ def test_a_caller_that_goes_away_ends_its_work(live: Live, stream: bool) -> None
     assert not loaded.users
 
 
-def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path) -> None:
+def test_a_full_queue_is_refused_with_a_time_to_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_slowly(monkeypatch, 0.003)
+
     def narrow(source: str) -> LLM:
         return quarrel.load(source, backend="cpu", threads=1, max_seqs=1)
 

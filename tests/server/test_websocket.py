@@ -78,7 +78,8 @@ def test_stop_ends_one_request_and_not_the_connection(live: Live, monkeypatch: p
         assert ends == {"a": "cancelled", "b": "length"}
 
 
-def test_a_stop_in_the_same_breath_as_the_request_ends_it(live: Live) -> None:
+def test_a_stop_in_the_same_breath_as_the_request_ends_it(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    step_slowly(monkeypatch, 0.01)
     with connect(address(live)) as socket:
         for i in range(20):
             say(socket, "inference", prompt="Once", max_tokens=480, ignore_eos=True, request_id=f"r{i}")
