@@ -125,10 +125,9 @@ def test_cancelling_the_task_stops_the_work(chunks: int) -> None:
 
 def test_leaving_the_block_cancels() -> None:
     async def work(toy: Toy) -> None:
-        free = toy.hold(1)
+        toy.hold_until_cancelled(1)
         async with open_stream(toy) as stream:
             await anext(stream)
-            threading.Timer(0.05, free).start()
         assert stream.result is not None
         assert stream.result.finish_reason == "cancelled"
 
@@ -170,14 +169,16 @@ def test_an_event_loop_that_is_gone_stops_the_work_and_hurts_nobody() -> None:
 @pytest.mark.parametrize(("broken", "reason"), [(False, "cancelled"), (True, "error")])
 def test_an_engine_that_ends_tells_those_who_wait(broken: bool, reason: str) -> None:
     async def work(toy: Toy) -> None:
-        free = toy.hold(2)
+        if broken:
+            free = toy.hold(2)
+        else:
+            toy.hold_until_closed(2)
         stream = open_stream(toy)
         await anext(stream)
         if broken:
             toy.engine.scheduler.next = lambda **_: 1 / 0  # type: ignore[assignment, return-value, method-assign]
             free()
         else:
-            threading.Timer(0.05, free).start()
             await asyncio.to_thread(toy.loop.close)
         result = await asyncio.wait_for(stream.wait(), 10)
         assert result.finish_reason == reason

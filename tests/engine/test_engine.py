@@ -396,16 +396,15 @@ def test_one_who_waits_can_be_cancelled() -> None:
 
 def test_closing_leaving_or_dropping_a_stream_cancels_it() -> None:
     with Toy() as toy:
-        free = toy.hold()
+        toy.hold_until_cancelled()
         stream = toy.start(PROMPT, params(max_tokens=50))
-        threading.Timer(0.05, free).start()
         stream.close()
         assert stream.result is not None
         assert stream.result.finish_reason == "cancelled"
         stream.close()
-        free = toy.hold()
+        toy.hold_until_cancelled()
         with toy.start(PROMPT, params(max_tokens=50)) as inner:
-            threading.Timer(0.05, free).start()
+            pass
         assert inner.result is not None
         assert inner.result.finish_reason == "cancelled"
         free = toy.hold()
@@ -446,9 +445,8 @@ def test_cancelling_what_is_over_changes_nothing() -> None:
 
 def test_closing_the_loop_ends_what_runs_and_waits_and_frees_the_step_once() -> None:
     toy = Toy(limits(max_seqs=1))
-    free = toy.hold()
+    toy.hold_until_closed()
     streams = [toy.start([i], params(max_tokens=50)) for i in range(1, 4)]
-    threading.Timer(0.05, free).start()
     toy.loop.close()
     assert [s.wait().finish_reason for s in streams] == ["cancelled"] * 3
     assert toy.step.closed == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -323,6 +324,27 @@ class Toy:
         """Lets so many steps run, and further ones only once what it returns is called."""
         turns = self.step.turns = threading.Semaphore(steps)
         return lambda: turns.release(1000)
+
+    def hold_until_cancelled(self, steps: int = 0) -> None:
+        """Lets so many steps run, and further ones once something has been cancelled."""
+        free, cancel = self.hold(steps), self.loop.cancel
+
+        def cancel_and_free(*sequences: Any) -> None:
+            cancel(*sequences)
+            free()
+
+        self.loop.cancel = cancel_and_free  # type: ignore[method-assign]
+
+    def hold_until_closed(self, steps: int = 0) -> None:
+        """Lets so many steps run, and further ones once the loop is to close."""
+        free = self.hold(steps)
+
+        def wait() -> None:
+            while not self.loop._closing:  # its condition wakes one thread alone, the engine's
+                time.sleep(1e-3)
+            free()
+
+        threading.Thread(target=wait, daemon=True).start()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
