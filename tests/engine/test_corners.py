@@ -72,12 +72,14 @@ def test_preempted_or_guessed_for_everyone_gets_what_he_gets_alone(case: str) ->
     with Toy(limits(n_blocks=60), reuse=False) as toy:
         alone = [facts(begin(toy, p, params, guided, Service()).wait()) for p in prompts]
     with Toy(limits(n_blocks=20), late=True) as toy:
-        streams = [begin(toy, p, params, guided, Service()) for p in prompts]
+        with toy.paused():
+            streams = [begin(toy, p, params, guided, Service()) for p in prompts]
         assert [facts(s.wait()) for s in streams] == alone
         assert toy.engine.scheduler.preempted
         toy.assert_all_returned()
     with Toy(limits(max_tokens=32, n_blocks=24), late=True, draft=lambda: HistoryStep(limits(), late=True)) as toy:
-        streams = [begin(toy, p, params, guided, GUESSED) for p in prompts]
+        with toy.paused():
+            streams = [begin(toy, p, params, guided, GUESSED) for p in prompts]
         assert [facts(s.wait()) for s in streams] == alone
         assert toy.engine.scheduler.preempted
         assert toy.engine.stats.drafted_tokens

@@ -119,7 +119,8 @@ def test_with_few_blocks_some_are_preempted_and_get_the_same_tokens() -> None:
     prompts = [[i, *PROMPT] for i in range(6)]
     long = SamplingParams(temperature=1.0, seed=5, max_tokens=40, ignore_eos=True)
     with Toy(limits(n_blocks=20)) as toy:
-        streams = [toy.start(p, long) for p in prompts]
+        with toy.paused():
+            streams = [toy.start(p, long) for p in prompts]
         assert [s.wait().token_ids for s in streams] == [alone(p, long) for p in prompts]
         assert toy.engine.scheduler.preempted
         toy.assert_all_returned()
