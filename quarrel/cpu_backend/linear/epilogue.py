@@ -26,22 +26,8 @@ class Output:
         """From a kernel's fields. Without a residual, scale is unused."""
         return cls(a.y, a.y_stride, n, a.bias, a.residual, a.f32("scale"))
 
-    def one(self, k: Kernel, y: Val, n: Val, row: Val) -> None:
-        """Stores y[row, n]."""
-        self._store(k, y, n, row)
-
-    def sixteen(self, k: Kernel, y: Val, n: Val, row: Val) -> None:
-        """Stores y[row, n : n + 16], as many of them as there are."""
-        with k.either(n + 16 <= self.n) as (whole, part):
-            with whole:
-                self._store(k, y, n, row)
-            with part:
-                buffer = k.stack(64)
-                k.store(y, buffer)
-                with k.range(n, self.n) as i:
-                    self._store(k, k.load(buffer + (i - n << 2), F32), i, row)
-
-    def _store(self, k: Kernel, y: Val, n: Val, row: Val) -> None:
+    def store(self, k: Kernel, y: Val, n: Val, row: Val) -> None:
+        """Stores y[row, n], or as many values from there on as y has lanes."""
         out = k.var(y)
         at = row * self.stride + (n << 2)
         with k.when(self.bias.ne(0)):
@@ -49,3 +35,14 @@ class Output:
         with k.when(self.residual.ne(0)):
             out.v = k.load(self.residual + at, y.type) + out.v * k.lift(self.scale, y.type)
         k.store(out.v, self.y + at)
+
+    def sixteen(self, k: Kernel, y: Val, n: Val, row: Val) -> None:
+        """Stores y[row, n : n + 16], as many of them as there are."""
+        with k.either(n + 16 <= self.n) as (whole, part):
+            with whole:
+                self.store(k, y, n, row)
+            with part:
+                buffer = k.stack(64)
+                k.store(y, buffer)
+                with k.range(n, self.n) as i:
+                    self.store(k, k.load(buffer + (i - n << 2), F32), i, row)

@@ -23,7 +23,7 @@ from quarrel.cpu_backend.linear.matvec import Rows
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, Kernel, Val, Var, vec
-from quarrel.cpu_backend.runtime.vector import F32x16, dot_bf16, sum_lanes
+from quarrel.cpu_backend.runtime.vector import F32x16, dot_bf16, sum_each
 
 ROWS = 16
 """Weight rows of a chunk when there are many activation rows, and at most when packed rows are dequantised first."""
@@ -163,16 +163,16 @@ def _add_span(
             chains.sixteen(k, level, i)
 
 
-def _totals(parts: list[_Chains]) -> list[list[Val]]:
-    """The lanes of every pair's chains, added."""
+def _whole(parts: list[_Chains]) -> list[list[Val]]:
+    """Every pair's sixteen chains."""
     low, *high = ([[chains.v for chains in row] for row in part.acc] for part in parts)
     for other in high:
         low = [[a.concat(b) for a, b in zip(*rows, strict=True)] for rows in zip(low, other, strict=True)]
-    return [[sum_lanes(v) for v in row] for row in low]
+    return low
 
 
 def _tile(k: Kernel, level: Level, m: FloatMatrix, ns: list[Val], xs: list[Val], tail: bool) -> list[list[Val]]:
-    """Results for every weight row in ns and activation row address in xs, all lanes of their chains in registers."""
+    """The chains of every weight row in ns and activation row address in xs, all of them in registers."""
     row_at, lanes = [m.base + n * m.size for n in ns], vector_lanes(level, len(xs))
     parts = [
         _Chains(m, row_at, xs, start, lanes, [[k.var(k.zero(vec(F32, lanes))) for _ in xs] for _ in row_at])
@@ -185,7 +185,7 @@ def _tile(k: Kernel, level: Level, m: FloatMatrix, ns: list[Val], xs: list[Val],
     if tail:
         for chains in parts:
             chains.rest(k, level)
-    return _totals(parts)
+    return _whole(parts)
 
 
 @dataclass(frozen=True)
@@ -234,12 +234,12 @@ class _Block:
                 k.prefetch(row + at + line, locality=2)
 
     def results(self, k: Kernel, level: Level, n: Val, tail: bool) -> list[list[Val]]:
-        """The products of weight rows n .. n + height - 1 with every row of x."""
+        """The chains of weight rows n .. n + height - 1 and every row of x."""
         parts = [self._chains(k, n, lane) for lane in self._starts]
         if tail:
             for chains in parts:
                 chains.rest(k, level)
-        return _totals(parts)
+        return _whole(parts)
 
     @property
     def _starts(self) -> range:
@@ -268,6 +268,10 @@ BETTER = {6: (7, 8), 4: (5,)}
 """Numbers of activation rows of which such a tile is not the first: 8 are twice 4, 7 are 4 and 3, 5 are 3 and 2."""
 
 
+TOGETHER = {4: (4,), 3: (2, 1), 1: (1,)}
+"""Of how many weight rows the chains are added together, by the height of a tile."""
+
+
 def tiles(level: Level) -> tuple[tuple[int, int], ...]:
     """Weight rows by activation rows that are computed at once, where there are so many activation rows."""
     return ((4, 6), (4, 4), (4, 3), (4, 2)) if level.registers >= 32 else ((3, 4), (3, 2))
@@ -286,10 +290,12 @@ def float_rows(k: Kernel, level: Level, m: FloatMatrix, span: tuple[Val, Val], r
     """Stores the results of the weight rows in the span for the given activation rows."""
     t = k.var(rows.start)
 
-    def store(n: Val, ts: list[Val], results: list[list[Val]]) -> None:
-        for i, of_row in enumerate(results):
-            for t_j, y in zip(ts, of_row, strict=True):
-                out.one(k, y, n + i, rows.target(t_j))
+    def store(n: Val, ts: list[Val], chains: list[list[Val]]) -> None:
+        for t_j, column in zip(ts, zip(*chains, strict=True), strict=True):
+            i = 0
+            for count in TOGETHER[len(column)]:
+                out.store(k, sum_each(column[i : i + count]), n + i, rows.target(t_j))
+                i += count
 
     def tile(n: Val, count: int, ts: list[Val]) -> None:
         ns = [n + i for i in range(count)]

@@ -272,7 +272,7 @@ def matvec_rows(
                     xs = [QuantRow(rows.source(row), m.p) for row in ts]
                     for row, results in zip(ts, _rows(k, level, fmt, m, xs, n.v, count, tail), strict=True):
                         for i, y in enumerate(results):
-                            out.one(k, y, n.v + i, rows.target(row))
+                            out.store(k, y, n.v + i, rows.target(row))
                     t.v = t.v + width
             n.v = n.v + count
 

@@ -180,6 +180,18 @@ def sum_lanes(v: Val) -> Val:
     return v[0]
 
 
+def sum_each(vs: Sequence[Val]) -> Val:
+    """Lane i: `sum_lanes` of vector i, with the same bits; one, two or four vectors are halved together."""
+    lanes, rows = vs[0].lanes, 1
+    while lanes > 1:
+        lanes //= 2
+        rows *= min(len(vs), 2)
+        low, high = ([2 * lanes * row + start + i for row in range(rows) for i in range(lanes)] for start in (0, lanes))
+        pairs = zip(vs[::2], vs[1::2] or (None,), strict=True)
+        vs = [a.shuffle(low, b) + a.shuffle(high, b) for a, b in pairs]
+    return vs[0] if rows > 1 else vs[0][0]
+
+
 def max_lanes(k: Kernel, v: Val) -> Val:
     """The largest lane."""
     lanes = v.lanes
