@@ -92,10 +92,10 @@ def ours(name: str, weight: np.ndarray, x: np.ndarray) -> Run:
     common = {"live_rows": live.ctypes.data, "w": weight.ctypes.data, "n": n, "row_bytes": size, **output}
     keep: list[object] = [weight, x, y, live]
     if name == "BF16" and here.bfloat16:
-        chunks, kernel, halves = 1, float_linear(PAIRS, here, k // 2), aligned(2 * x.size)
-        called(to_bfloat16(), {"x": x.ctypes.data, "out": halves.ctypes.data, "k": x.size}, 1, halves, keep)()
-        common |= {"x": halves.ctypes.data, "k": k // 2, "n_tiles": chunks, "chunk_rows": n}
-        keep.append(halves)
+        chunks, kernel, narrow = 1, float_linear(PAIRS, here, k // 2), aligned(2 * x.size)
+        called(to_bfloat16(), {"x": x.ctypes.data, "out": narrow.ctypes.data, "k": x.size}, 1, narrow, keep)()
+        common |= {"x": narrow.ctypes.data, "k": k // 2, "n_tiles": chunks, "chunk_rows": n}
+        keep.append(narrow)
     elif name not in BLOCKS:
         chunks, kernel = 1, float_linear(name, here, k)
         common |= {"x": x.ctypes.data, "k": k, "n_tiles": chunks, "chunk_rows": n}

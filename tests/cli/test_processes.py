@@ -64,8 +64,10 @@ def test_a_closed_pipe_ends_quietly(base: str) -> None:
 
 
 def test_ctrl_c_in_a_process_keeps_the_text(base: str) -> None:
-    # A line of JSON a token, so that the signal falls into the middle of a text.
-    process = spawn("generate", base, "once", "-n", "-1", "--json", "--stream", "--dry-multiplier", "1", "--backend", "cpu")
+    # A line of JSON a token, so that the signal falls into the middle of a text; with log probabilities the pipe is full
+    # before the text ends.
+    lines = ("--json", "--stream", "--logprobs", "20", "--dry-multiplier", "1")
+    process = spawn("generate", base, "once", "-n", "-1", *lines, "--backend", "cpu")
     assert process.stdout is not None
     assert process.stderr is not None
     first = process.stdout.readline()

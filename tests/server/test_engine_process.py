@@ -20,7 +20,7 @@ import pytest
 from quarrel.errors import EngineLost
 from quarrel.llm import LoadOptions
 from quarrel.process import RemoteLLM, open_remote
-from quarrel.server import Rates, Settings
+from quarrel.server import Rates, Settings, models
 from quarrel.server.entries import Entry
 from quarrel.server.errors import Refused
 from quarrel.server.models import ModelManager
@@ -112,7 +112,8 @@ def test_killed_under_load_it_is_started_again_and_nobody_hangs(made: Live, monk
     assert 'quarrel_engine_process_restarts_total{model="demo"} 1.0' in made.client.get("/metrics").text
 
 
-def test_one_that_does_not_hold_is_started_later_and_later(made: Live) -> None:
+def test_one_that_does_not_hold_is_started_later_and_later(made: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "SOONEST", 3.0)
     before = entry(made).restarts
     os.kill(process(made).pid, signal.SIGKILL)
     assert soon(lambda: entry(made).restarts > before)
