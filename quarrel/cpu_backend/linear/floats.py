@@ -264,10 +264,6 @@ def _later(k: Kernel, m: FloatMatrix, count: int, ahead: int) -> Val:
     return (k.i64(ahead - 1) // tile + 1) * tile
 
 
-BETTER = {6: (7, 8), 4: (5,)}
-"""Numbers of activation rows of which such a tile is not the first: 8 are twice 4, 7 are 4 and 3, 5 are 3 and 2."""
-
-
 TOGETHER = {4: (4,), 3: (2, 1), 1: (1,)}
 """Of how many weight rows the chains are added together, by the height of a tile."""
 
@@ -275,6 +271,11 @@ TOGETHER = {4: (4,), 3: (2, 1), 1: (1,)}
 def tiles(level: Level) -> tuple[tuple[int, int], ...]:
     """Weight rows by activation rows that are computed at once, where there are so many activation rows."""
     return ((4, 6), (4, 4), (4, 3), (4, 2)) if level.registers >= 32 else ((3, 4), (3, 2))
+
+
+def others(level: Level, width: int) -> tuple[int, ...]:
+    """Numbers of activation rows that narrower tiles compute faster: 8 are twice 4, 7 are 4 and 3, 5 are 3 and 2."""
+    return {6: (7, 8), 4: (5,)}.get(width, ()) if level.registers >= 32 else ()
 
 
 def chunk_rows(level: Level, rows: int, row_bytes: int, threads: int) -> int:
@@ -311,8 +312,8 @@ def float_rows(k: Kernel, level: Level, m: FloatMatrix, span: tuple[Val, Val], r
     def fits(width: int) -> Val:
         left = rows.stop - t.v
         here = left >= width
-        for better in BETTER.get(width, ()):
-            here = here & left.ne(better)
+        for count in others(level, width):
+            here = here & left.ne(count)
         return here
 
     for height, width in (*tiles(level), (m.single(level), 1)):
