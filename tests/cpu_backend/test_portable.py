@@ -55,7 +55,7 @@ def kernels(level: features.Level) -> list[KernelDef]:
     ]
     formats = [*BLOCKS.values()]
     if level.name != "neon" and not EVERYTHING:  # others a third, each another one
-        formats = formats[[*features.LEVELS].index(level.name) :: 3]
+        formats = formats[[*features.LEVELS].index(level.name) % 3 :: 3]
     every += [matvec(fmt, level, fmt.elements == 32) for fmt in formats]
     return [*every, *(tile(BLOCKS[name], level, False, 512) for name in ("Q4_K", "Q8_0"))]
 
