@@ -46,7 +46,7 @@ def test_draws_are_the_reference_s(backend: CpuBackend, n: int) -> None:
         assert np.array_equal(tokens, wanted), top_k
 
 
-@pytest.mark.parametrize("n", SIZES)
+@pytest.mark.parametrize("n", SIZES[:4])
 def test_the_largest_may_be_anywhere(backend: CpuBackend, n: int) -> None:
     """In one group, behind the last whole one, at both ends; every kept token is drawn by some number."""
     rng = np.random.default_rng(1)
