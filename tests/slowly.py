@@ -1,4 +1,4 @@
-"""An engine slow enough that whoever interrupts an answer comes in time, also on a machine where he waits for his turn."""
+"""Slows engines down, so that a test that interrupts an answer is in time on a busy machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quarrel.ops.step import StepOutputs
 
 
 def step_slowly(monkeypatch: pytest.MonkeyPatch, seconds: float = 0.001) -> None:
-    """A step takes so much longer for each sequence."""
+    """A step takes so many seconds longer for each sequence."""
     accept = Generation.accept
 
     def slowly(self: Generation, outputs: StepOutputs, first: int, count: int, draft: Tokens[int]) -> int:

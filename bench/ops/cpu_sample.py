@@ -2,23 +2,23 @@
 
     python -m bench.ops.cpu_sample --out FILE.jsonl [--llama FOLDER] [--sizes 49152,...] [--tree NAME]
 
-FOLDER has libllama.so of a build of llama.cpp. A figure is the least of many runs in turns, microseconds. Logits are drawn
-normal, three wide, and take turns, so that they come from the second-level cache or behind it. llama.cpp's time has the
-filling of its list of candidates, as its own programs fill it. `--tree` is kept in the record.
+FOLDER has libllama.so of a build of llama.cpp. A figure is the least processor time of many runs in turns, microseconds.
+Logits are normal with a deviation of 3; eight rows take turns, so that they come from the second-level cache or behind it.
+llama.cpp's samplers want a list of candidates, which is filled here by NumPy: `list_us` of `llama_us`. `--tree` is kept in
+the record.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
 
 import numpy as np
 
-from bench.ops.cpu_products import Kernel, least
+from bench.ops.cpu_attention import Kernel, least
 from bench.shared import Notes, command_line
 from quarrel.cpu_backend.runtime.features import level
 from quarrel.cpu_backend.runtime.pool import aligned
@@ -52,15 +52,11 @@ def main() -> int:
             sides = {"ours_us": ours(logits, *settings)}
             if llama is not None:
                 sides["llama_us"] = llama.draw(logits, *settings)
-            spent = least([partial(next, cycle_of(draws)) for draws in sides.values()], args.seconds)
+                sides["list_us"] = llama.draw(logits)
+            spent = least([cycle(draws) for draws in sides.values()], args.seconds)
             figures = {side: round(ns / 1e3, 1) for side, ns in zip(sides, spent, strict=True)}
             notes.say(tree=args.tree, size=size, settings=name, level=level().name, **figures)
     return 0
-
-
-def cycle_of(draws: list[Draw]) -> Iterator[object]:
-    for draw in cycle(draws):
-        yield draw()
 
 
 def ours(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> list[Draw]:
@@ -93,18 +89,20 @@ class Llama:
         for name in ("chain_init", "init_top_k", "init_top_p", "init_min_p", "init_temp", "init_dist", "init_greedy"):
             getattr(self.lib, f"llama_sampler_{name}").restype = ctypes.c_void_p
 
-    def draw(self, logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> list[Draw]:
+    def draw(self, logits: np.ndarray, *settings: float) -> list[Draw]:
+        """Without settings the list of candidates is filled, and that is all."""
         lib, at, real = self.lib, ctypes.c_void_p, ctypes.c_float
         chain = at(lib.llama_sampler_chain_init(_Parameters(True)))
 
         def add(name: str, *arguments: object) -> None:
             lib.llama_sampler_chain_add(chain, at(getattr(lib, f"llama_sampler_init_{name}")(*arguments)))
 
+        temperature, top_k, top_p, min_p = settings or (0.0, 0, 1.0, 0.0)
         if temperature == 0:
             add("greedy")
         else:
             if top_k:
-                add("top_k", top_k)
+                add("top_k", int(top_k))
             if top_p < 1:
                 add("top_p", real(top_p), ctypes.c_size_t(1))
             if min_p:
@@ -118,7 +116,8 @@ class Llama:
             def run() -> object:
                 candidates["id"], candidates["logit"] = ids, row
                 found = _Candidates(candidates.ctypes.data, len(candidates), -1, False)
-                lib.llama_sampler_apply(chain, ctypes.byref(found))
+                if settings:
+                    lib.llama_sampler_apply(chain, ctypes.byref(found))
                 return found.selected
 
             return run

@@ -10,7 +10,7 @@ import pytest
 
 from quarrel.cpu_backend.experts import experts
 from quarrel.cpu_backend.formats.table import BLOCKS
-from quarrel.cpu_backend.linear.floats import others, tiles
+from quarrel.cpu_backend.linear.floats import skipped, tiles
 from quarrel.cpu_backend.linear.kernels import KERNELS, Choice, choose
 from quarrel.cpu_backend.runtime import features
 from quarrel.gguf import FORMATS, GGMLType
@@ -76,6 +76,6 @@ def test_a_small_batch_reads_a_float_matrix_at_most_twice() -> None:
     for rows in range(2, 9):
         left, passes = rows, 0
         for _, width in (*tiles(wide), (1, 1)):
-            while left >= width and left not in others(wide, width):
+            while left >= width and left not in skipped(wide, width):
                 passes, left = passes + 1, left - width
         assert (left, passes <= 2) == (0, True), rows

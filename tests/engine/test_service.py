@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 import tracemalloc
 from typing import Any
 
@@ -144,6 +145,15 @@ def test_a_request_that_waits_too_long_fails_with_its_own_type() -> None:
         assert isinstance(result.failure, DeadlineExceeded)
         assert "had not begun" in str(result.error)
         assert [s.wait().finish_reason for s in (first, patient)] == ["length", "length"]
+        toy.assert_all_returned()
+
+
+def test_a_deadline_counts_while_a_step_keeps_the_engine_from_seeing_the_request() -> None:
+    with Toy() as toy:
+        with toy.paused():
+            stream = toy.start(PROMPT, GREEDY, service=Service(queue_seconds=0.02))
+            time.sleep(0.04)
+        assert isinstance(stream.wait().failure, DeadlineExceeded)
         toy.assert_all_returned()
 
 

@@ -1,4 +1,4 @@
-"""Takes the blocks of what runs away, on the engine's own thread, wherever the caller is then."""
+"""Preempts running sequences on the engine's own thread, so that it does not matter how fast the caller is."""
 
 from __future__ import annotations
 

@@ -136,8 +136,8 @@ def test_the_files_of_a_folder_are_offered(tmp_path: Path) -> None:
         assert made.client.post("/api/generate", json={"prompt": "a", "max_tokens": 2}).json()["model"] == "small"
 
 
-def blocks_are_back(llm: LLM, within: float = 60.0) -> bool:
-    end = time.monotonic() + within
+def blocks_are_back(llm: LLM) -> bool:
+    end = time.monotonic() + 60
     while time.monotonic() < end:
         activity = llm.activity()
         if not activity.running and not activity.waiting:

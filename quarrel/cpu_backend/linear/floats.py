@@ -14,8 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 
-from quarrel.cpu_backend.formats import dequantize
-from quarrel.cpu_backend.formats.dequantize import dequantize_row
+from quarrel.cpu_backend.formats.dequantize import FLOATS, dequantize_row, load_float
 from quarrel.cpu_backend.formats.table import BLOCKS
 from quarrel.cpu_backend.linear.activations import padded
 from quarrel.cpu_backend.linear.epilogue import OUTPUT_FIELDS, Output
@@ -45,13 +44,13 @@ prefetches; with them at 13.4, 13.0, 12.4 and 12.5 one at a time, and 10.9, 14.0
 
 
 PAIRS = "BF16x2"
-FLOATS = {**dequantize.FLOATS, PAIRS: 4}
+VALUE_BYTES = {**FLOATS, PAIRS: 4}
 """Bytes of a value of a `FloatMatrix`."""
 
 
-def load_float(k: Kernel, level: Level, kind: str, row: Val, offset: Val, lanes: int) -> Val:
-    """`dequantize.load_float`, of pairs as they are."""
-    return dequantize.load_float(k, level, "F32" if kind == PAIRS else kind, row, offset, lanes)
+def load_weights(k: Kernel, level: Level, kind: str, row: Val, offset: Val, lanes: int) -> Val:
+    """`load_float`, of pairs as they are."""
+    return load_float(k, level, "F32" if kind == PAIRS else kind, row, offset, lanes)
 
 
 @dataclass(frozen=True)
@@ -105,7 +104,7 @@ class _Chains:
     def sixteen(self, k: Kernel, level: Level, i: Val) -> None:
         """Adds the products of values i .. i + 15."""
         at, lanes = (i + self.start if self.start else i) << 2, self.lanes
-        load_w = lambda row: load_float(k, level, self.m.kind, row, at, lanes)  # noqa: E731
+        load_w = lambda row: load_weights(k, level, self.m.kind, row, at, lanes)  # noqa: E731
         self._add(k, load_w, lambda x: k.load(x + at, vec(F32, lanes)))
 
     def rest(self, k: Kernel, level: Level) -> None:
@@ -121,7 +120,7 @@ class _Chains:
 
         self._add(
             k,
-            lambda row: padded(lambda o: load_float(k, level, self.m.kind, row, o, 1)),
+            lambda row: padded(lambda o: load_weights(k, level, self.m.kind, row, o, 1)),
             lambda x: padded(lambda o: k.load(x + o, F32)),
         )
 
@@ -148,7 +147,7 @@ def _add_span(
 ) -> None:
     """Adds the products of values start .. stop - 1, whole sixteens, to chains of the same rows; asks for the weights that
     lie `ahead` bytes behind them: into the first-level cache (`near`) or, where x is to stay there, the second."""
-    rows, value = parts[0].row_at, FLOATS[parts[0].m.kind]
+    rows, value = parts[0].row_at, VALUE_BYTES[parts[0].m.kind]
     step = 16 if parts[0].full else STEP
     body = start + (stop - start & -step)
     with k.range(start, body, step) as i:
@@ -204,7 +203,7 @@ class _Block:
     def add(self, k: Kernel, level: Level, size: Val, cold: Val) -> None:
         """The products of whole sixteens of values of `size` weight rows, which nobody has read yet if they are cold: the
         next stretch of these rows, and after the last the first of the next block's, is asked for."""
-        whole, value = self.m.k & -16, FLOATS[self.m.kind]
+        whole, value = self.m.k & -16, VALUE_BYTES[self.m.kind]
         with k.range(0, size * len(self.xs)) as i:
             k.store(k.zero(F32x16), self.sums + (i << 6))
         with k.range(0, whole, PASS) as start:
@@ -273,8 +272,8 @@ def tiles(level: Level) -> tuple[tuple[int, int], ...]:
     return ((4, 6), (4, 4), (4, 3), (4, 2)) if level.registers >= 32 else ((3, 4), (3, 2))
 
 
-def others(level: Level, width: int) -> tuple[int, ...]:
-    """Numbers of activation rows that narrower tiles compute faster: 8 are twice 4, 7 are 4 and 3, 5 are 3 and 2."""
+def skipped(level: Level, width: int) -> tuple[int, ...]:
+    """Numbers of activation rows that are left to narrower tiles: 8 are twice 4, 7 are 4 and 3, 5 are 3 and 2."""
     return {6: (7, 8), 4: (5,)}.get(width, ()) if level.registers >= 32 else ()
 
 
@@ -312,7 +311,7 @@ def float_rows(k: Kernel, level: Level, m: FloatMatrix, span: tuple[Val, Val], r
     def fits(width: int) -> Val:
         left = rows.stop - t.v
         here = left >= width
-        for count in others(level, width):
+        for count in skipped(level, width):
             here = here & left.ne(count)
         return here
 

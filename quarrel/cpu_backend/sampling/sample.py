@@ -249,11 +249,11 @@ def sample(size: int) -> KernelDef:
         with k.when(k.both(id >= 0, temperature > 0.0)):
             ids, values, p = scratch, scratch + (n << 2), scratch + (n << 3)
             work = p + (n << 3)
-            source, count, gathered = k.var(logits), k.var(n), k.var(k.i64(0))
+            source, count = k.var(logits), k.var(n)
             with k.when(k.both(n >= 4 * GROUPS, k.both(top_k > 0, top_k <= MOST))):
                 bound = _bound(k, logits, n, best.to(F64), top_k, temperature, scratch)
                 count.v = _gather(k, logits, n, bound, ids, values)
-                source.v, gathered.v = values, k.i64(1)
+                source.v = values
             total = _weights(k, source.v, count.v, best.to(F64), temperature, p)
             floor = k.var(min_p)  # of the most probable's weight, 1
             with k.when(k.both(top_k > 0, top_k < n)):
@@ -268,7 +268,7 @@ def sample(size: int) -> KernelDef:
                 edge = _select(k, p, count.v, least, top_p * whole.v, True, work)
                 floor.v = k.maximum(floor.v, edge)
             token.v = _draw(k, p, count.v, floor.v, uniform)
-            with k.when(gathered.v.ne(0)):
+            with k.when(source.v.ne(logits)):
                 token.v = k.load(ids + (token.v.to(I64) << 2), I32)
         k.store(token.v, a.tokens + row)
 
