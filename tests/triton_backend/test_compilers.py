@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -66,6 +67,26 @@ def test_closing_ends_the_work_at_once(tmp_path: Path) -> None:
     compilers.close()
     compilers.wait(map(str, range(8)))
     assert gone(compilers)
+
+
+def test_a_process_that_has_just_ended_is_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is another one that has its number by then. One job of an H200's check met "No such process"."""
+    waitpid, closing, complaints = os.waitpid, [], []
+    monkeypatch.setattr(threading, "excepthook", complaints.append)
+
+    def waits(pid: int, how: int) -> tuple[int, int]:
+        found = waitpid(pid, how)
+        closing.append(threading.Thread(target=compilers.close))
+        closing[0].start()
+        closing[0].join(0.2)
+        return found
+
+    monkeypatch.setattr(os, "waitpid", waits)
+    compilers = Compilers({"a": writing(tmp_path / "out", "a", tmp_path / "go")}, processes=1)
+    (tmp_path / "go").touch()
+    assert gone(compilers)
+    closing[0].join()
+    assert not complaints
 
 
 def test_a_child_keeps_no_file_of_its_parent(tmp_path: Path) -> None:

@@ -173,6 +173,7 @@ class _Child:
     def __init__(self, pid: int, orders: int, answers: int) -> None:
         self.answers = answers
         self._pid, self._orders = pid, orders
+        self._lock = threading.Lock()
         self.ended = False
 
     def give(self, number: int) -> bool:
@@ -184,14 +185,17 @@ class _Child:
         return True
 
     def kill(self) -> None:
-        if not self.ended:
-            os.kill(self._pid, signal.SIGKILL)
+        with self._lock:
+            if not self.ended:
+                os.kill(self._pid, signal.SIGKILL)
 
     def end(self) -> None:
         os.close(self._orders)
         os.close(self.answers)
-        os.waitpid(self._pid, 0)
-        self.ended = True
+        os.waitid(os.P_PID, self._pid, os.WEXITED | os.WNOWAIT)  # its number stays its own, whoever kills it meanwhile
+        with self._lock:
+            os.waitpid(self._pid, 0)
+            self.ended = True
 
 
 def _serve(jobs: list[Job], orders: int, answers: int, nice: int) -> None:
