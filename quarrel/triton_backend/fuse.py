@@ -7,6 +7,7 @@
               the norm that follows it, as matvecs read that
     rotated   a norm of heads and their rotation: one launch, of any rows
     heads     norms beside each other, of queries, keys and values: one launch, of any rows
+    conv      a convolution between two gates, in steps without prompts: one launch
     stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that; of any rows
     latent    before attention over compressed keys the norm of its values, the rotation and the append, in steps without
               prompts; of one row, behind it the map of heads that adds its splits: one launch and two
@@ -32,6 +33,7 @@ from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ROUTE, ExpertUpSpec
 from quarrel.ops.norm import NORM
 from quarrel.ops.program import Node
 from quarrel.ops.rope import ROPE
+from quarrel.ops.state import CONV
 from quarrel.triton_backend.attention import latent, rope
 from quarrel.triton_backend.elementwise import head_norms
 from quarrel.triton_backend.elementwise.head_norms import HeadNorms
@@ -45,6 +47,7 @@ from quarrel.triton_backend.formats import int8x2
 from quarrel.triton_backend.formats.table import has_matvec
 from quarrel.triton_backend.linear import matvec
 from quarrel.triton_backend.linear.maps import UNLIMITED
+from quarrel.triton_backend.recurrent.short_conv import ShortConv
 from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site
 
@@ -106,6 +109,8 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = 
             found += [_shared(nodes, i, makers), _shared_rows(nodes, i, makers)]
         elif node.op is ROPE:
             found.append(_rotated(nodes, i, source(i, 0)))
+        elif node.op is CONV:
+            found.append(_short_conv(nodes, i, source))
         elif node.op is ATTENTION:
             found += _latent(nodes, i, source, readers, kept)
         elif node.op is ADD:
@@ -429,6 +434,17 @@ def _rotated(nodes: Sequence[Node], i: int, norm: int | None) -> Fusion | None:
     if norm is None or nodes[norm].op is not NORM or not rope.takes_norm(nodes[i].spec, nodes[norm].spec):
         return None
     return Fusion({norm: None, i: lambda site, _: rope.build_rope(site, nodes[i], nodes[norm])}, UNLIMITED)
+
+
+def _short_conv(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> Fusion | None:
+    """CONV of a gate's product, which another gate alone reads."""
+    before, after = source(i, 0), i + 1
+    if before is None or after == len(nodes) or nodes[before].op is not GATED or nodes[after].op is not GATED:
+        return None
+    made = ShortConv(nodes[before], nodes[i], nodes[after])
+    if source(after, 1) != i or not made.fits():
+        return None
+    return Fusion({before: None, i: None, after: lambda site, _: made.build(site)}, UNLIMITED, decodes=True)
 
 
 def _head_norms(nodes: Sequence[Node], taken: set[int], rounded: set[int]) -> list[Fusion]:

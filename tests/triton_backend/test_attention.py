@@ -180,7 +180,9 @@ def test_a_sequence_does_not_depend_on_its_batch(backend: TritonBackend, compute
         a, b = int(starts[s]), int(starts[s + 1])
         one = (q[a:b].copy(), np.array([0, b - a], np.int32), kv_len[s : s + 1], table[s : s + 1].copy(), cache)
         alone = run(backend, one, compute)
-        if INTERPRETED or compute != "float32":
+        if b - a == 1 and compute != "float32":  # `attend_head` has sums of its own
+            np.testing.assert_allclose(alone, whole[a:b], atol=ATTENTION.tolerance[compute] * np.abs(whole[a:b]).max())
+        elif INTERPRETED or compute != "float32":
             assert np.array_equal(alone, whole[a:b]), s
         else:  # compilers fuse products and sums as they like
             np.testing.assert_allclose(alone, whole[a:b], rtol=1e-5, atol=1e-6)

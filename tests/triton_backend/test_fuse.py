@@ -20,7 +20,9 @@ from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec, Gate, RouteSpec, exper
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import KVLayer, Program
+from quarrel.ops.reference import run_program
 from quarrel.ops.rope import RopeSpec, rope, rotated_by
+from quarrel.ops.state import conv
 from quarrel.ops.step import StepInputs
 from quarrel.triton_backend import fuse
 from quarrel.triton_backend.backend import TritonBackend
@@ -393,3 +395,49 @@ def test_a_tokens_heads_of_512_values_are_rounded_where_they_are_made(
         step.close()
     assert rel_error(outputs[0], outputs[1]) < 1e-3  # type: ignore[arg-type]
     assert rounded[1] - rounded[0] == 1
+
+
+@pytest.mark.parametrize(("channels", "width"), [(96, 3), (288, 4), (64, 2)])
+def test_a_convolution_between_two_gates_is_one_launch_with_the_same_bits(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, channels: int, width: int
+) -> None:
+    b = Builder()
+    h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, K))
+    before, after, u = (linear(b, h, ref(name, GGMLType.Q4_0, channels, K)) for name in ("before", "after", "u"))
+    product, state = GatedSpec("identity", channels), b.state(width - 1, channels)
+    bias = ref("bias", GGMLType.F32, 1, channels) if width == 4 else None
+    y = conv(b, gated(b, product, before, u), ref("taps", GGMLType.F32, channels, width), bias, state, "identity")
+    h = linear_add(b, h, gated(b, product, after, y), ref("out", GGMLType.Q8_0, K, channels))
+    made = b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+    parts = [
+        [(0, 0, 2), (6, 0, 3)],  # a prompt as short as the state
+        [(0, 2, 1)],
+        [(0, 3, 1), (6, 3, 1), (12, 0, 1)],  # the last begins here
+        [(6, 4, 1), (12, 1, 9)],
+        [(12, 10, 1)],
+    ]
+    steps = [
+        replace(batch(p, seed=i), state_slots=np.array([first // 6 for first, _, _ in p], np.int32))
+        for i, p in enumerate(parts)
+    ]
+    reference = [np.zeros((3, width - 1, channels), np.float32)]
+    found = []
+    for together in (True, False):
+        if not together:
+            monkeypatch.setattr(fuse, "_short_conv", lambda *_: None)
+        step = backend.compile(made, Weights(), LIMITS, "float16")
+        assert isinstance(step, TritonStep)
+        for inputs in steps:
+            ran = launches(step)
+            hidden = step(inputs, "hidden").hidden
+            if together:
+                want = run_program(made, Weights(), [], inputs, reference)["hidden"]
+                assert rel_error(hidden, want) <= 5e-3
+            found.append((hidden, Counter(ran)))
+        step.close()
+    for i, (inputs, (one, fused), (other, apart)) in enumerate(zip(steps, found[: len(steps)], found[len(steps) :])):
+        assert np.array_equal(one, other), i
+        single, decodes = len(inputs.ids) == 1, max(np.diff(inputs.query_start)) == 1
+        assert fused["gated_conv_step"] == decodes
+        want = Counter(gated_flat=2, conv_step=1) + Counter(int8x2_rows=1 if single else 0) if decodes else Counter()
+        assert apart - fused == want

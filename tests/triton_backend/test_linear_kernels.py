@@ -215,6 +215,28 @@ def test_which_maps_stream_through_the_ring() -> None:
     assert by_rows.describe().startswith("exact tiles 1, mma 2 to 8, ring 9 to 512, dequantize")
 
 
+def test_maps_that_no_launch_computes_together_go_three_at_a_time_and_one_by_one() -> None:
+    """Four of a gated delta net, and of three the one that has a bias."""
+    site, normed = Recorder(), []
+    arrange = lambda to, batch, width: normed.append(width)  # noqa: E731
+    ns = (8192, 4096, 32, 32)
+    four = replace(
+        three(*[packed(n, 2048) for n in ns]),
+        ys=[Slot(EMPTY) for n in ns], biases=[None] * 4,
+        norm=lambda batch: normed.append(0), arrange=arrange,
+    )  # fmt: skip
+    by_rows = ByRows(site, four)
+    assert by_rows.describe().startswith("exact tiles 1, apart 2 to 128,")
+    by_rows(batch(8))
+    assert [name for name, *_ in site.launched] == ["rows_three", "rows_one"]
+    assert normed == [8, 8]  # each puts the norm where it reads it
+    site.launched.clear()
+    biased = replace(four, weights=four.weights[:3], ys=four.ys[:3], biases=[None, EMPTY, None])  # type: ignore[arg-type]
+    ByRows(site, biased)(batch(8))
+    assert [name for name, *_ in site.launched] == ["rows_one"] * 3
+    assert ByRows(Recorder(deterministic=True, generation=8), four).describe() == "apart from 1 rows"
+
+
 def test_rows_that_are_no_whole_super_blocks_take_mma_where_it_is_faster() -> None:
     attention = [packed(n, 2880, "Q8_0") for n in (4096, 512, 512)]
     assert list(mma.splits_by_width(Recorder(), "three", attention)) == [8, 16]

@@ -53,7 +53,7 @@ def oldest_key(position, window, CHUNKED: tl.constexpr):
 
 
 @triton.jit
-def _tile(cache, p_table, kv_head, begin, oldest, stop, S: tl.constexpr, BLOCK_N: tl.constexpr):
+def load_tile(cache, p_table, kv_head, begin, oldest, stop, S: tl.constexpr, BLOCK_N: tl.constexpr):
     """Keys and values begin.. below `stop`, [BLOCK_N, WIDE] each, and the scales of codes [BLOCK_N]; zeros beyond, and with
     a window before `oldest`: those rows may be another sequence's by now."""
     d = tl.arange(0, S.WIDE)
@@ -143,7 +143,7 @@ def attend_one(
         oldest = oldest_key(n_keys - 1, score.window, S.CHUNKED)
         start = tl.maximum(start, oldest // EDGE * EDGE)
     p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
-    b_k, b_v, k_scale, v_scale = _tile(cache, p_table, kv_head, start, oldest, stop, S, BLOCK_N)
+    b_k, b_v, k_scale, v_scale = load_tile(cache, p_table, kv_head, start, oldest, stop, S, BLOCK_N)
     lane = tl.arange(0, BLOCK_M)
     head = kv_head * GROUP + lane
     row_ok = lane < GROUP
@@ -194,7 +194,7 @@ def attend_one(
         v_new = v_new * tl.load(cache.v_scale + new_row)
     acc = tl.where(there[:, None], v_new[None, :], 0.0)
     for begin in tl.range(start, stop, BLOCK_N, num_stages=1):
-        n_k, n_v, next_k_scale, next_v_scale = _tile(cache, p_table, kv_head, begin + BLOCK_N, oldest, stop, S, BLOCK_N)
+        n_k, n_v, next_k_scale, next_v_scale = load_tile(cache, p_table, kv_head, begin + BLOCK_N, oldest, stop, S, BLOCK_N)
         products = tl.dot(b_q, tl.trans(as_values(b_k, KIND, COMPUTE)), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if KIND != "plain":
             products = products * k_scale[None, :]

@@ -24,6 +24,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.attention import cudnn, fixed, ring
 from quarrel.triton_backend.attention.decode import LOG2E, attend_one, oldest_key
+from quarrel.triton_backend.attention.decode_head import attend_head
 from quarrel.triton_backend.attention.decode_warps import attend_warps
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES
 from quarrel.triton_backend.attention.records import Keys, Partial, Rotation, Score, Sequences, Shape, Warps
@@ -147,6 +148,10 @@ def single(one: Tile, wide: int, programs: int) -> Tile:
     return replace(one, warps=8) if wide == 64 or (wide == 128 and programs <= 128) else one
 
 
+HEAD_PROGRAMS, HEAD_WARPS, HEAD_VALUES = 264, 8, 8192
+"""Programs up to which one sequence has `attend_head`: two to a multiprocessor; their warps, and the values of a tile."""
+
+
 def warps_for(seqs: int, items: int, spec: AttentionSpec, size: int, kind: str) -> Warps | None:
     """The form of `attend_warps` for so many sequences and items over blocks of `size` keys; None for `attend_one`.
 
@@ -211,7 +216,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     target = site.slot(node.outputs[0])
     part = site.scratch("items", spec.width)
     top_sum = site.scratch("items", spec.n_heads * 2)
-    arrived = site.zeros("S", spec.n_kv)
+    arrived = site.zeros("S", spec.n_heads)
     whole = spec.head_dim in (32, 64, 128, 256, 512)
     int8x2, plain = site.int8x2_target(node.outputs[0]) if whole else (None, True)
     wide, share = max(16, power_of_two(spec.head_dim)), power_of_two(spec.n_heads // spec.n_kv)
@@ -235,6 +240,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     before = None if by_prompts or site.deterministic else joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
     rotation = None if before is None else _rotation(site, before)
     style = "" if before is None else before.spec.q.style
+    each, head_keys = shape._replace(KV_HEADS=spec.n_heads, SHARE=1), HEAD_VALUES // wide
     by_cudnn = cudnn.build(site, node)
     by_ring = ring.RingLaunch(site, cache, shape) if ring.declines(site, spec, cache) is None else None
     # Measured on Hopper alone; the interpreter has it too, for the tests.
@@ -253,27 +259,30 @@ def build_attention(site: Site, node: Node) -> Launch:
             (queries, rope), rotate = rotation(), style
         output = Output(out, out if int8x2 is None else int8x2)
         given = {"partial": Partial(part.tensor, top_sum.tensor, arrived.tensor), "q": queries, "rotation": rope}
-        given |= {"sequences": sequences(), "item_start": site.tables.item_start.tensor, "seqs": batch.S, "ROTATE": rotate}
-        given |= {"EARLY": not batch.prefill}
+        given |= {"sequences": sequences(), "item_start": site.tables.item_start.tensor, "ROTATE": rotate}
+        several = {"seqs": batch.S, "EARLY": not batch.prefill}
         if by_ring is not None and ring.serves(batch, spec):
-            by_ring(batch, given | {n: common[n] for n in ("cache", "score", "COMPUTE")}, output, sinks, form)
+            by_ring(batch, given | several | {n: common[n] for n in ("cache", "score", "COMPUTE")}, output, sinks, form)
             return
         w = warps_for(batch.S, batch.items, spec, cache.block_size, cache.kind) if warps else None
         tile = one if batch.S < SEVERAL_SEQS else some_seqs if batch.S < MANY_SEQS else many_seqs
         if batch.S == 1 and site.generation == 9:
             tile = single(one, wide, batch.items * spec.n_kv)
         kernel: Any = attend_one
-        heads, count, stages, own = 1, tile.warps, 2, {"BLOCK_N": tile.keys}
-        values = min(8192, 2048 * count)
+        programs, count, stages, own = spec.n_kv, tile.warps, 2, several | {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+        values = min(8192, 2048 * count) // share
         if w is not None:
             fits = spec.n_kv % w.heads == 0 and cache.block_size % w.keys == 0
             assert fits, f"{w} for {spec.n_kv} key heads and blocks of {cache.block_size} keys"
-            kernel, heads, count, stages, own = attend_warps, w.heads, w.heads, w.stages, {"W": w}
-            values = 2048  # of splits, so many stages of which fit beside the keys
+            kernel, programs, count, stages = attend_warps, spec.n_kv // w.heads, w.heads, w.stages
+            own = several | {"BLOCK_M": tile.rows, "W": w}
+            values = 2048 // share  # of splits, so many stages of which fit beside the keys
+        elif warps and batch.S == 1 and batch.items * spec.n_heads <= HEAD_PROGRAMS:
+            kernel, programs, count, own = attend_head, spec.n_heads, HEAD_WARPS, {"EACH": each, "BLOCK_N": head_keys}
+            values = 8192
         site.launch(
-            kernel, (batch.items, spec.n_kv // heads), output=output, **given, **common, BLOCK_M=tile.rows,
-            AT_ONCE=max(1, values // (wide * share)), FORM=form, **own, warps=count, stages=stages,
-            early=starts_early(site),
+            kernel, (batch.items, programs), output=output, **given, **common, **own, AT_ONCE=max(1, values // wide),
+            FORM=form, warps=count, stages=stages, early=starts_early(site),
         )  # fmt: skip
 
     def prefill(batch: Batch) -> None:

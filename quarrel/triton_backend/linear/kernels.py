@@ -9,7 +9,9 @@ else a step holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+from quarrel.triton_backend.formats.table import FLOATS
 from quarrel.triton_backend.linear import (
     dequant_matmul,
     e4m3,
@@ -26,28 +28,13 @@ from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.runtime.kernel import Kernel, choose
 from quarrel.triton_backend.runtime.site import Batch, Site
 
-KERNELS: tuple[Kernel[Maps, Serves], ...] = (
-    Kernel("matvec", matvec_kernels.declines, matvec_kernels.build),
-    Kernel("e4m3", e4m3.declines, e4m3.build),
-    Kernel("invariant ring", invariant.declines, invariant.build),
-    Kernel("ring", ring.declines, ring.build),
-    Kernel("mma", mma.declines, mma.build),
-    Kernel("wgmma", wgmma.declines, wgmma.build),
-    Kernel("matmul", matmul.declines, matmul.build),
-    Kernel("dequantize, then the library's matmul", dequant_matmul.declines, dequant_matmul.build),
-    Kernel("float32 rows", narrow.declines, narrow.build),
-    Kernel("exact tiles", tiles.declines, tiles.build),
-)
-WITHOUT_COPIES = tuple(kernel for kernel in KERNELS if kernel.build not in (e4m3.build, dequant_matmul.build))
-"""For steps that are never long: these kernels keep no copy of a weight that is decoded for long ones."""
-
 
 class ByRows:
     """A launch of maps by the kernels that take them."""
 
-    def __init__(self, site: Site, maps: Maps, kernels: Sequence[Kernel[Maps, Serves]] = KERNELS) -> None:
+    def __init__(self, site: Site, maps: Maps, kernels: Sequence[Kernel[Maps, Serves]] | None = None) -> None:
         self._axis, self._norm = maps.axis, maps.norm
-        taken, self.declined = choose(kernels, site, maps)
+        taken, self.declined = choose(KERNELS if kernels is None else kernels, site, maps)
         self._names, self._serves = [name for name, _ in taken], [serves for _, serves in taken]
 
     def __call__(self, batch: Batch) -> None:
@@ -74,3 +61,48 @@ class ByRows:
             )
             row = last + 1
         return ", ".join(parts) + " rows"
+
+
+def _declines_apart(site: Site, maps: Maps) -> str | None:
+    """Takes maps that are too many for one launch, or of which some have a bias."""
+    return "one launch computes them" if maps.together() is None else matmul.declines_weights(site, maps.weights)
+
+
+def _build_apart(site: Site, maps: Maps) -> Serves:
+    """Three at a time and one by one, each by whoever takes those: four maps of a gated delta net are two launches."""
+    biased = [b is not None for b in maps.biases]
+    alike = sorted(range(len(biased)), key=lambda i: (biased[i], maps.weights[i].format in FLOATS))
+    parts: list[list[int]] = []
+    while alike:
+        three = alike[:3] if len({biased[i] for i in alike[:3]}) == 1 and len(alike) >= 3 else alike[:1]
+        parts.append(three)
+        alike = alike[len(three) :]
+    launches = [
+        ByRows(site, replace(maps, ys=ys, weights=weights, biases=biases, matvec=None), WITHOUT_COPIES)
+        for ys, weights, biases in (
+            [[of[i] for i in part] for of in (maps.ys, maps.weights, maps.biases)] for part in parts
+        )
+    ]
+
+    def run(batch: Batch) -> None:
+        for launch in launches:
+            launch(batch)
+
+    return Serves(run, 0, UNLIMITED, True) if site.deterministic else Serves(run, 2, matmul.MOST, True)
+
+
+KERNELS: tuple[Kernel[Maps, Serves], ...] = (
+    Kernel("matvec", matvec_kernels.declines, matvec_kernels.build),
+    Kernel("e4m3", e4m3.declines, e4m3.build),
+    Kernel("invariant ring", invariant.declines, invariant.build),
+    Kernel("ring", ring.declines, ring.build),
+    Kernel("mma", mma.declines, mma.build),
+    Kernel("wgmma", wgmma.declines, wgmma.build),
+    Kernel("apart", _declines_apart, _build_apart),
+    Kernel("matmul", matmul.declines, matmul.build),
+    Kernel("dequantize, then the library's matmul", dequant_matmul.declines, dequant_matmul.build),
+    Kernel("float32 rows", narrow.declines, narrow.build),
+    Kernel("exact tiles", tiles.declines, tiles.build),
+)
+WITHOUT_COPIES = tuple(kernel for kernel in KERNELS if kernel.build not in (e4m3.build, dequant_matmul.build))
+"""For steps that are never long: these kernels keep no copy of a weight that is decoded for long ones."""

@@ -51,11 +51,9 @@ class Maps:
 
     def together(self) -> str | None:
         """Why one launch does not compute them all, or None."""
-        if self.gated or (len(self.weights) == 1 and self.norm is None):
+        if self.gated or len(self.weights) == 1 or (len(self.weights) == 3 and len(self.given) in (0, 3)):
             return None
-        if len(self.weights) == 3 and len(self.given) in (0, 3):
-            return None
-        return f"needs one map without a norm, three with biases or without, or gate and up, got {len(self.weights)} maps"
+        return f"needs one map, three with biases or without, or gate and up, got {len(self.weights)} maps"
 
 
 class Serves(NamedTuple):

@@ -333,7 +333,12 @@ def _room(site: Site, shapes: Sequence[Shape], ns: Sequence[int], sums: int) -> 
 
 def declines(site: Site, maps: Maps) -> str | None:
     """Takes 16-bit arithmetic on whole blocks of 32 columns."""
-    for w in maps.weights:
+    return maps.together() or declines_weights(site, maps.weights)
+
+
+def declines_weights(site: Site, weights: Sequence[Packed]) -> str | None:
+    """Why it does not take a weight, or None."""
+    for w in weights:
         if not takes(w, site.compute):
             return f"needs 16-bit arithmetic, whole blocks of 32 columns, got {site.compute}, {w.format} of {w.k} columns"
     return None
@@ -341,16 +346,7 @@ def declines(site: Site, maps: Maps) -> str | None:
 
 def build(site: Site, maps: Maps) -> Serves:
     """From 2 rows to MOST; where a row's bits may not depend on how many there are, all."""
-    if maps.together() is not None:
-        parts = [
-            _one(site, maps, y, (w,), () if b is None else (b,))
-            for y, w, b in zip(maps.ys, maps.weights, maps.biases, strict=True)
-        ]
-
-        def run(batch: Batch) -> None:
-            for go in parts:
-                go(batch)
-    elif len(maps.weights) == 3:
+    if len(maps.weights) == 3:
         run = _three(site, maps)
     else:
         run = _one(site, maps, maps.ys[0], maps.weights, maps.given)

@@ -339,8 +339,8 @@ def declines(site: Site, maps: Maps) -> str | None:
     if len(maps.weights) == 3:
         if as_one(maps.weights) is None or maps.together() is not None:
             return "needs three maps in one matrix, with biases or without"
-    elif not maps.gated and (len(maps.weights) > 1 or maps.norm is not None):
-        return f"needs one map without a norm, gate and up, or three maps, got {len(maps.weights)} maps"
+    elif not maps.gated and len(maps.weights) > 1:
+        return f"needs one map, gate and up, or three maps, got {len(maps.weights)} maps"
     values = sum(w.n * w.k for w in maps.weights)
     needs = _SMALL if _is_narrow(maps) else min(_LEAST)
     return None if values >= needs else f"needs {needs} weights or more, got {values}"
