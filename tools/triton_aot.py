@@ -90,7 +90,7 @@ from quarrel.ops.program import KVLayer, Node, Program, StateLayer
 from quarrel.ops.registry import lower
 from quarrel.ops.rope import ROPE, RopeSpec, rope, rotated_by
 from quarrel.ops.sample import SAMPLE, SampleSpec
-from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2, ConvSpec, GatedNormSpec, Scan1Spec, Scan2Spec
+from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2, ConvSpec, GatedNormSpec, Scan1Spec, Scan2Spec, conv
 from quarrel.triton_backend.backend import REGISTRY
 from quarrel.triton_backend.elementwise import post_norm
 from quarrel.triton_backend.formats.table import NATIVE
@@ -594,6 +594,18 @@ def normed_block(heads: int, n_kv: int, dim: int) -> Program:
     return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
 
 
+def gates_block(channels: int, width: int) -> Program:
+    """A short convolution between two gates."""
+    b = Builder()
+    h = embedding(b, b.input("ids"), WeightRef("embd", GGMLType.Q8_0, 64, channels))
+    parts = [linear(b, h, WeightRef(name, GGMLType.Q8_0, channels, channels)) for name in ("before", "after", "u")]
+    product, state = GatedSpec("identity", channels), b.state(width - 1, channels)
+    x = gated(b, product, parts[0], parts[2])
+    y = conv(b, x, WeightRef("taps", GGMLType.F32, channels, width), None, state, "identity")
+    h = linear_add(b, h, gated(b, product, parts[1], y), WeightRef("out", GGMLType.Q8_0, channels, channels))
+    return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+
+
 NORMED = ((8, 2, 256), (8, 2, 512), (32, 8, 128))
 """Heads, key heads and head_dim of Gemma 4 and Qwen 3."""
 SANDWICHES = ((256, 1.0, True), (2560, 0.5, True), (2560, 1.0, False), (5376, 1.0, True))
@@ -615,7 +627,8 @@ def record_block(program: Program, compute: Compute, generation: int) -> Iterato
     slots = {v.id: ints for v in program.inputs.values()}
     kept, rows = {v.id for v in program.outputs.values()}, {"T": 64, "S": 64, "R": 64, "items": 64}
     plan = Plan(
-        post_norm.fused(lower(program, REGISTRY), kept, compute), slots, kept, rows, Blank(compute), [], [],
+        post_norm.fused(lower(program, REGISTRY), kept, compute), slots, kept, rows, Blank(compute), [],
+        [allocate_state(layer, 4, META) for layer in program.states],
         Tables(ints, ints), compute, META, note, False, generation,
     )  # type: ignore[arg-type]  # fmt: skip
     for tokens in (1, 8):
@@ -639,6 +652,7 @@ def variants(
             *map(encoder_block, ("layer", "rms")),
             *(sandwich_block(*s) for s in SANDWICHES),
             *(normed_block(*n) for n in NORMED),
+            gates_block(2048, 3),
         ]
     )
     together = (v for c in computes for program in programs for v in record_block(program, c, generation))

@@ -50,6 +50,7 @@ def compiled(process: Forked, *arguments: str) -> dict[str, object]:
         ("sm_90", "Q8_0", "float16", "with_shared", 1),
         ("sm_90", "Q8_0", "float16", "head_norms", 1),
         ("sm_90", "Q8_0", "float16", "rope_rows", 1),
+        ("sm_90", "Q8_0", "float16", "gated_conv", 1),
     ],
     ids=[
         "linear sm_90",
@@ -64,6 +65,7 @@ def compiled(process: Forked, *arguments: str) -> dict[str, object]:
         "shared expert",
         "norms of heads",
         "rotation",
+        "gates",
     ],
 )
 def test_kernels_compile_without_spills(
