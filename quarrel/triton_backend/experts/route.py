@@ -270,25 +270,23 @@ def route_one(
     if NORM and mine >= S.EXPERTS:
         _normed_part(normed, x, (mine - S.EXPERTS) * _NORM_BLOCKS, K, W, ROUNDS, PDL)
         return
-    p_gate = gate + mine * K
-    tile = tl.load(p_gate + column, mask=column < K, other=0.0)
-    if NORM:
-        tile *= tl.load(normed.gain + column, mask=column < K, other=0.0)
-        square = tl.zeros([W], tl.float32)
+    tiles = ()
+    for start in tl.static_range(0, K, W):
+        ok = start + column < K
+        tile = tl.load(gate + mine * K + start + column, mask=ok, other=0.0)
+        if NORM:
+            tile *= tl.load(normed.gain + start + column, mask=ok, other=0.0)
+        tiles += (tile,)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([W], tl.float32)
+    square = acc
     for start in tl.static_range(0, K, W):
         v = tl.load(x + start + column, mask=start + column < K, other=0.0).to(tl.float32)
-        acc += tile * v
+        acc += tiles[start // W] * v
         if NORM:
             square += v * v
-        if start + W < K:
-            ahead = start + W + column
-            tile = tl.load(p_gate + ahead, mask=ahead < K, other=0.0)
-            if NORM:
-                tile *= tl.load(normed.gain + ahead, mask=ahead < K, other=0.0)
     total = tl.sum(acc, 0)
     if NORM:
         total *= 1.0 / tl.sqrt(tl.sum(square, 0) / K + normed.eps)
