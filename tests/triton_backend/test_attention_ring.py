@@ -1,7 +1,4 @@
-"""The ring of attention: on a CUDA device of capability 9 as it runs there, elsewhere by its own text in an emulator.
-
-On a GPU these are the checks after which it may leave the trials.
-"""
+"""The ring of attention: on a CUDA device of capability 9 as it runs there, elsewhere by its own text in an emulator."""
 
 from __future__ import annotations
 
@@ -24,7 +21,6 @@ from quarrel.triton_backend.attention import ring, ring_kernels
 from quarrel.triton_backend.attention.records import Ring
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.inputs import item_starts
-from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import Cache
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.launch import launch as really
@@ -96,7 +92,6 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]
             # What no split wrote must not be read.
             self._site = SimpleNamespace(launch=launch, generation=site.generation)
 
-    monkeypatch.setattr(trials, "on", {"attention-ring"})
     monkeypatch.setattr(ring, "serves", lambda *_: True)
     monkeypatch.setattr(ring, "RingLaunch", Noted)
     if INTERPRETED:
@@ -232,20 +227,9 @@ def cache_of(dim: int = 128, size: int = 32, kind: str = "plain", dtype: torch.d
     ],
 )  # fmt: skip
 def test_what_it_takes(spec: AttentionSpec, cache: Cache, site: Any, reason: str | None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(trials, "on", {"attention-ring"})
     monkeypatch.setattr(ring, "INTERPRETED", False)
     made = on_hopper(SimpleNamespace(deterministic=False, compute="float16"), **site)
     assert ring.declines(made, spec, cache) == reason
-
-
-def test_takes_nothing_until_a_gpu_has_checked_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = on_hopper(SimpleNamespace(deterministic=False, compute="float16"))
-    monkeypatch.setattr(ring, "INTERPRETED", False)
-    monkeypatch.setattr(trials, "on", set())
-    monkeypatch.setattr(trials, "TRIALS", ("attention-ring",))
-    assert ring.declines(made, SPEC, cache_of()) == "is experimental: QUARREL_TRIALS=attention-ring turns it on"
-    monkeypatch.setattr(trials, "TRIALS", ())
-    assert ring.declines(made, SPEC, cache_of()) is None
 
 
 WINDOW = replace(SPEC, window=4096)
@@ -256,8 +240,8 @@ WINDOW = replace(SPEC, window=4096)
     [
         ([SPEC], "int8", 9, range(1, 9)),
         ([WINDOW, SPEC], "fp8", 9, range(1, 9)),
-        ([SPEC], "plain", 9, range(5, 9)),
-        ([replace(SPEC, window=32768)], "plain", 9, range(5, 9)),
+        ([SPEC], "plain", 9, range(2, 9)),
+        ([replace(SPEC, window=32768)], "plain", 9, range(2, 9)),
         ([WINDOW], "int8", 9, range(0)),
         ([replace(SPEC, head_dim=80)], "plain", 9, range(0)),
         ([SPEC], "int8", 8, range(0)),
@@ -267,7 +251,6 @@ WINDOW = replace(SPEC, window=4096)
 def test_steps_of_models_with_a_layer_for_it_are_told_apart(
     specs: list[AttentionSpec], kind: str, generation: int, want: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trials, "on", {"attention-ring"})
     monkeypatch.setattr(ring, "INTERPRETED", False)
     site = on_hopper(SimpleNamespace(deterministic=False, compute="float16"), generation=generation)
     site.cache = lambda spec: cache_of(spec.head_dim, kind=kind)
@@ -278,12 +261,10 @@ def test_steps_of_models_with_a_layer_for_it_are_told_apart(
 @pytest.mark.parametrize(
     ("keys", "codes", "plain"),
     [
-        ([16384], False, False),
-        ([24575], False, False),
-        ([24576], True, False),
-        ([16384, 40000], True, False),
+        ([16383], False, False),
+        ([16384], True, False),
+        ([16384, 40000], True, True),
         ([16383, 40000], False, False),
-        ([16384] * 4, True, False),
         ([16384] * 5, True, True),
         ([20000] * 8, True, True),
         ([40000] * 7 + [9000], False, False),
@@ -292,7 +273,7 @@ def test_steps_of_models_with_a_layer_for_it_are_told_apart(
 )
 def test_a_step_is_deep_by_its_shortest_sequence(keys: list[int], codes: bool, plain: bool) -> None:
     lengths = np.array(keys, np.int32)
-    assert [ring.is_deep(lengths, range(n, 9)) for n in (1, 5)] == [codes, plain]
+    assert [ring.is_deep(lengths, range(n, 9)) for n in (1, 2)] == [codes, plain]
     assert not ring.is_deep(lengths, range(0))
 
 

@@ -192,11 +192,10 @@ def test_steps_behind_many_keys_are_told_apart(step: TritonStep, monkeypatch: py
     seen: list[bool] = []
     monkeypatch.setattr(step, "_run", lambda batch, want: seen.append(batch.deep))
     monkeypatch.setattr(ring, "DEEP", 20)
-    monkeypatch.setattr(ring, "DEEP_ALONE", 30)
     assert not step._deep
     for sequences in (step._deep, range(1, 9)):
         monkeypatch.setattr(step, "_deep", sequences)
-        parts = [(0, 30, 1)], [(0, 25, 1)], [(0, 30, 1), (6, 20, 1)], [(0, 30, 1), (6, 5, 1)], [(0, 30, 1), (6, 20, 2)]
+        parts = [(0, 30, 1)], [(0, 15, 1)], [(0, 30, 1), (6, 20, 1)], [(0, 30, 1), (6, 5, 1)], [(0, 30, 1), (6, 20, 2)]
         for some in parts:
             step(batch(some), "hidden")
     assert seen == [False] * 5 + [True, False, True, False, False]

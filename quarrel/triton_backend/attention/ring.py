@@ -3,8 +3,8 @@
 It takes the splits of `splits.py`, as `attend_one` does, and a second launch joins them, so nothing on the host depends on
 how many keys a sequence has: a captured step serves all lengths of its bucket.
 
-A layer of Mistral-7B on an H100 behind 32,000 keys: 1 sequence 35.5 us for 46.2 in int8, 34.5 for 49.8 in fp8, 53.8 for
-50.8 in 16 bits; 8 sequences 208 for 346, 207 for 384, 367 for 393. Off until its tests have passed on a GPU (`trials.py`).
+A layer of Mistral-7B on an H200 behind 32,000 keys: 1 sequence 32.1 us for 47.7 in int8, 31.3 for 50.8 in fp8, 42.0 for
+41.2 in 16 bits; 8 sequences 174 for 356, 167 for 388, 259 for 337.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from quarrel.ops.contract import Array
 from quarrel.ops.program import Node
 from quarrel.triton_backend.attention.decode import combine
 from quarrel.triton_backend.attention.records import Keys, Ring, Shape
-from quarrel.triton_backend.attention.splits import MOST_SPLITS, SEVERAL_SEQS, STEP
-from quarrel.triton_backend.runtime import trials
+from quarrel.triton_backend.attention.splits import MOST_SPLITS, STEP
 from quarrel.triton_backend.runtime.arrays import DTYPES, Cache
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.site import Batch, Site, starts_early
@@ -39,12 +38,12 @@ DIMS = (64, 128)
 MOST_GROUP = 16
 MOST_ROWS = 1 << 30
 """Rows of a cache, `blocks * n_kv * block_size`: the number of a row that no cache has."""
-DEEP, DEEP_ALONE, MOST_SEQS = 16384, 24576, 8
-"""Keys from which each of several sequences, and one alone, gains; sequences up to which a step does.
+DEEP, MOST_SEQS = 16384, 8
+"""Keys of each sequence from which a step of up to so many gains.
 
-On an H100 in int8 / fp8 / 16 bits, times as fast as the kernels before behind 8192, 16,384 and 32,000 keys: one sequence
-0.75 / 0.80 / 0.85, 0.98 / 1.05 / 0.89 and 1.30 / 1.44 / 0.95; 8 sequences 1.08 / 1.19 / 1.01, 1.55 / 1.73 / 1.14 and 1.66 /
-1.85 / 1.07. 32 and 128 sequences never gain.
+On an H200, times as fast as the kernels before in int8 / fp8 / 16 bits: one sequence behind 16,384 keys 1.05 / 1.15 / 0.89,
+behind 32,000 1.49 / 1.63 / 0.98; two 1.37 / 1.52 / 1.03 and 1.81 / 1.98 / 1.11; eight 1.64 / 1.88 / 1.40 and 2.05 / 2.33 /
+1.30. On an H100 one sequence behind 8192 keys 0.75 / 0.80 / 0.85; 32 and 128 sequences never gain.
 """
 _SHARED = 113 << 10
 """Of one of two programs to a multiprocessor, which has 228 KB and keeps 1 KB of each."""
@@ -57,8 +56,6 @@ _REGISTERS = 128
 
 def declines(site: Site, spec: AttentionSpec, cache: Cache) -> str | None:
     """Why a layer is not for it, or None."""
-    if trials.waits("attention-ring"):
-        return "is experimental: QUARREL_TRIALS=attention-ring turns it on"
     if kernels is None or INTERPRETED or site.generation != 9:
         return "needs compute capability 9"
     if site.deterministic:
@@ -97,13 +94,13 @@ def deep_sequences(site: Site, nodes: Sequence[Node]) -> range:
     kinds = {cache.kind for spec, cache in caches if _all_see(spec) and declines(site, spec, cache) is None}
     if not kinds:
         return range(0)
-    return range(SEVERAL_SEQS if kinds == {"plain"} else 1, MOST_SEQS + 1)
+    return range(2 if kinds == {"plain"} else 1, MOST_SEQS + 1)
 
 
 def is_deep(kv_len: Array, sequences: range) -> bool:
     """Whether each sequence of a step has as many keys as it takes, if they are as many as `deep_sequences` says."""
     count = len(kv_len)
-    return count in sequences and int(kv_len.min()) >= (DEEP_ALONE if count == 1 else DEEP)
+    return count in sequences and int(kv_len.min()) >= DEEP
 
 
 def form(dim: int, bits: int, codes: bool) -> Ring:
