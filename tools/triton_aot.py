@@ -594,6 +594,24 @@ def normed_block(heads: int, n_kv: int, dim: int) -> Program:
     return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
 
 
+def pair_block(width: int) -> Program:
+    """Two norms whose sum is normalised, added to the stream and normalised again."""
+    b, spec = Builder(), NormSpec("rms", width, 1e-6)
+
+    def ref(name: str, rows: int, k: int, type: GGMLType = GGMLType.Q8_0) -> WeightRef:
+        return WeightRef(name, type, rows, k)
+
+    gains = [ref(f"gain{i}", 1, width, GGMLType.F32) for i in range(4)]
+    h = embedding(b, b.input("ids"), ref("embd", 64, width))
+    one, other = (linear(b, h, ref(name, width, width)) for name in ("one", "other"))
+    y = add(b, norm(b, replace(spec, out="f32"), one, gains[0]), norm(b, spec, other, gains[1]))
+    h = add(b, h, norm(b, spec, y, gains[2]))
+    gate, up = (ref(name, 1024, width) for name in ("gate", "up"))
+    y = norm_gate_up(b, spec, h, [gains[3]], (gate, None), (up, None), "gelu_tanh")
+    h = linear_add(b, h, y, ref("down", width, 1024))
+    return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+
+
 def gates_block(channels: int, width: int) -> Program:
     """A short convolution between two gates."""
     b = Builder()
@@ -652,6 +670,7 @@ def variants(
             *map(encoder_block, ("layer", "rms")),
             *(sandwich_block(*s) for s in SANDWICHES),
             *(normed_block(*n) for n in NORMED),
+            pair_block(2816),
             gates_block(2048, 3),
         ]
     )

@@ -425,8 +425,23 @@ def _normed(
     if onward is None or build is None or rounded or out.id in kept or out.dims[0] != "T" or not made.fits_a_row():
         return found
     norm_spec, gain = nodes[onward].spec.norm, nodes[onward].inputs[1]
-    parts |= {last: None, onward: lambda site, _: build(site, made.row(site, norm_spec, gain))}  # type: ignore[arg-type]
+    row, pair = made, _pair(nodes, norm, source)
+    if pair is not None and made.takes_pair(nodes[pair[0]], nodes[pair[1]]):
+        row = replace(made, pair=(nodes[pair[0]], nodes[pair[1]]))
+        parts |= dict.fromkeys(pair)
+    parts |= {last: None, onward: lambda site, _: build(site, row.row(site, norm_spec, gain))}  # type: ignore[arg-type]
     return [*found, Fusion(parts)]
+
+
+def _pair(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> tuple[int, int, int] | None:
+    """Two NORMs and the ADD of their results, which node i alone reads."""
+    add = source(i, 0)
+    if add is None or nodes[add].op is not ADD or nodes[add].spec.scale != 1.0:
+        return None
+    first, second = source(add, 0), source(add, 1)
+    if first is None or second is None or not nodes[first].op is nodes[second].op is NORM:
+        return None
+    return first, second, add
 
 
 def _rotated(nodes: Sequence[Node], i: int, norm: int | None) -> Fusion | None:

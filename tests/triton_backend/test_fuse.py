@@ -285,6 +285,34 @@ def test_a_sum_that_is_a_result_is_written_before_its_factor() -> None:
     assert [made.nodes[f.last].op.name for f in found] == ["cap", "add"]
 
 
+@pytest.mark.parametrize(("factor", "width"), [(1.0, 96), (0.75, 160)])
+def test_two_norms_whose_sum_is_normalised_have_no_launches(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, factor: float, width: int
+) -> None:
+    """Of one row, with the same bits; Gemma 4 has them behind its dense maps and its experts."""
+    b = Builder()
+
+    def normed(name: str, x: Any, **spec: Any) -> Any:
+        return norm(b, NormSpec("rms", width, 1e-6, **spec), x, ref(name, GGMLType.F32, 1, width))
+
+    h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, width))
+    one, other = (linear(b, h, ref(name, GGMLType.Q8_0, width, width)) for name in ("one", "other"))
+    y = add(b, normed("gain_1", one, out="f32"), normed("gain_2", other))
+    h = add(b, h, normed("gain_3", y), 0.5)
+    if factor != 1.0:
+        h = cap(b, h, factor, 0.0)
+    gate, up = (ref(name, GGMLType.Q4_0, 64, width) for name in ("gate", "up"))
+    pre, gain = NormSpec("rms", width, 1e-6), ref("gain_4", GGMLType.F32, 1, width)
+    x = norm_gate_up(b, pre, h, [gain], (gate, None), (up, None), "silu")
+    h = linear_add(b, h, x, ref("down", GGMLType.Q8_0, width, 64))
+    made = b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+    outputs, names = both_ways(backend, monkeypatch, made, "_pair", None, FRESH)
+    assert names[2] - names[0] == Counter(norm_rows=2)
+    assert names[3] == names[1]
+    for i in (0, 1):
+        assert np.array_equal(outputs[i], outputs[i + 2])
+
+
 def test_programs_of_float32_add_norms_by_themselves() -> None:
     made = sandwich("rms", "maps", 1.0)
     assert not fuse.find(made.nodes, "float32", set())

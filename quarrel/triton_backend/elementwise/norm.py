@@ -48,7 +48,6 @@ def norm_rows(
     """With ADDS, y = factor * (stream + scale * norm), of the norm as it is in the type of `rounded`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     run = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
     run_ok = (run < runs)[:, None]
     column = tl.arange(0, C)
@@ -57,19 +56,24 @@ def norm_rows(
         # One tile is all: what was read for the sums is still in registers.
         at = column[None, :]
         ok = run_ok & (at < K)
+        weight = tl.load(gain + at, mask=at < K, other=0.0)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
         value = tl.load(p_x + at, mask=ok, other=0.0).to(tl.float32)
         if ADDS:
             left = tl.load(stream + run[:, None] * K + at, mask=ok, other=0.0)
         if LAYER:
             value = tl.where(ok, value - tl.sum(value, 1)[:, None] / K, 0.0)
         by = 1.0 / tl.sqrt(tl.sum(value * value, 1)[:, None] / K + eps)
-        value = value * by * tl.load(gain + at, mask=at < K, other=0.0)
+        value = value * by * weight
         if LAYER:
             value += tl.load(bias + at, mask=at < K, other=0.0)
         if ADDS:
             value = added(left, value, rounded, scale, factor)
         tl.store(y + run[:, None] * K + at, value.to(y.dtype.element_ty), mask=ok)
         return
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     mean = tl.zeros([R, 1], tl.float32)
     if LAYER:
         total = tl.zeros([R, C], tl.float32)
