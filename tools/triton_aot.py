@@ -511,15 +511,21 @@ EXPERT_BLOCKS = (
     (1536, 64, 6, 512, 1024, "softmax", "silu"),
     (2688, 128, 6, 1856, 3712, "sigmoid", "relu2"),
     (2880, 32, 4, 2880, 0, "softmax_topk", "oai"),
+    (2048, 256, 8, 512, 512, "softmax", "silu", GGMLType.Q4_K, True),
+    (2816, 128, 8, 704, 0, "softmax", "gelu_tanh", GGMLType.Q5_0, False, True),
 )
-"""Width, experts, those used, their width, the shared one's, gate and activation of real models."""
+"""Width, experts, those used, their width, the shared one's, gate and activation of real models; the type of their weights,
+whether the shared one has a gate, and whether a norm stands before the stream."""
 
 
-def expert_block(width: int, n: int, used: int, ff: int, shared: int, gate: Any, activation: Any) -> Program:
+def expert_block(
+    width: int, n: int, used: int, ff: int, shared: int, gate: Any, activation: Any, type: GGMLType = GGMLType.Q8_0,
+    rated: bool = False, normed: bool = False,
+) -> Program:  # fmt: skip
     """A router, experts and a shared one behind an embedding: what `fuse.py` takes together."""
     b = Builder()
 
-    def ref(name: str, rows: int, k: int, type: GGMLType = GGMLType.Q8_0) -> WeightRef:
+    def ref(name: str, rows: int, k: int, type: GGMLType = type) -> WeightRef:
         return WeightRef(name, type, rows, k)
 
     stream = embedding(b, b.input("ids"), ref("embd", 64, width))
@@ -529,16 +535,21 @@ def expert_block(width: int, n: int, used: int, ff: int, shared: int, gate: Any,
     ids, weights = route(b, RouteSpec(n, used, gate, bias=shift is not None), logits, shift)
     gated_too = activation != "relu2"
     stacks = [ref(name, n * ff, width) for name in (("gate", "up") if gated_too else ("up",))]
-    y = expert_up(b, ExpertUpSpec(GGMLType.Q8_0, n, used, ff, width, activation, gated_too), h, ids, *stacks)
+    y = expert_up(b, ExpertUpSpec(type, n, used, ff, width, activation, gated_too), h, ids, *stacks)
     down = ref("down", n * width, ff)
-    y = expert_down(b, ExpertDownSpec(GGMLType.Q8_0, n, used, width, ff), y, ids, weights, down)
+    y = expert_down(b, ExpertDownSpec(type, n, used, width, ff), y, ids, weights, down)
     if shared:
         up = linear(b, h, ref("up_s", shared, width))
         if gated_too:
             up = gated(b, GatedSpec("silu", shared), linear(b, h, ref("gate_s", shared, width)), up)
         else:
             up = plain(b, "relu2", up)
+        if rated:
+            rate = linear(b, h, ref("rate", 1, width, GGMLType.F32))
+            up = gated(b, GatedSpec("sigmoid", shared, per_row=True), rate, up)
         y = linear_add(b, y, up, ref("down_s", width, shared))
+    if normed:
+        y = norm(b, NormSpec("rms", width, 1e-5), y, ref("gain_after", 1, width, GGMLType.F32))
     return b.program(hidden=gather_rows(b, add(b, stream, y), b.input("out_rows")))
 
 

@@ -11,8 +11,9 @@
     stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that; of any rows
     latent    before attention over compressed keys the norm of its values, the rotation and the append, in steps without
               prompts; of one row, behind it the map of heads that adds its splits: one launch and two
-    experts   of one row with a shared one: two launches for both of the above and the chosen experts (`experts/shared.py`);
-              of a few rows, the shared one among those that are chosen (`experts/joined.py`)
+    experts   of one row with a shared one: two launches for both of the above and the chosen experts (`experts/shared.py`),
+              behind a router that makes the logit of the shared one's gate, too; of a few rows, the shared one among
+              those that are chosen (`experts/joined.py`)
 
 Steps of more rows than a fusion has run its nodes by themselves. The values between are nobody else's; whatever a fused
 launch reads has to live until the last node that it stands for (`lifetimes`).
@@ -114,7 +115,7 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = 
         elif node.op is ATTENTION:
             found += _latent(nodes, i, source, readers, kept)
         elif node.op is ADD:
-            found += [_with_shared(nodes, i, source), _stream(nodes, i, source)]
+            found += [_with_shared(nodes, i, found, source, maker), _stream(nodes, i, source)]
             found += _normed(nodes, i, source, readers, kept, compute)
     fusions = [f for f in found if f is not None]
     fusions += _head_norms(nodes, {i for f in fusions for i in f.parts}, int8x2.readers(nodes, compute)[0])
@@ -136,7 +137,8 @@ def _chosen(
     readers: Mapping[int, Sequence[int]],
     kept: set[int],
 ) -> Fusion | None:
-    """A router whose choice one row's experts make themselves: nobody waits for the last of its logits."""
+    """A router whose choice one row's experts make themselves: nobody waits for the last of its logits. Their sum is added
+    to the stream, or read by a norm of its own (Gemma 4)."""
     ids, weights = nodes[i].outputs
     linear, by = source(i, 0), sorted({*readers.get(ids.id, ()), *readers.get(weights.id, ())})
     router = next((f for f in fusions if i in f.parts), None)
@@ -145,18 +147,19 @@ def _chosen(
     if len(by) != 2 or {ids.id, weights.id} & kept:
         return None
     up, down = by
-    streams = [f for f in fusions if down in f.parts]
-    if [nodes[up].op, nodes[down].op] != [EXPERT_UP, EXPERT_DOWN] or [len(f.parts) for f in streams] != [2]:
+    if [nodes[up].op, nodes[down].op] != [EXPERT_UP, EXPERT_DOWN] or source(down, 0) != up:
         return None
-    (stream,) = streams
-    last, specs = nodes[stream.last], [nodes[up].spec, nodes[down].spec]
+    streams, (y,) = [f for f in fusions if down in f.parts], nodes[down].outputs
+    beside = any(nodes[at].op is LINEAR_ADD for at in readers.get(y.id, ()))  # a shared expert
+    if [len(f.parts) for f in streams] != [2] and (streams or beside or y.id in kept):
+        return None
+    last, specs = streams[0].last if streams else down, [nodes[up].spec, nodes[down].spec]
     formats = {ref.type for ref in nodes[up].inputs[2 : 3 + specs[0].gated]}  # type: ignore[union-attr]
     if len(formats) > 1 or not all(has_matvec(s.type, s.k) for s in specs):
         return None
-    first = next((n for n in router.parts if n not in (i, linear)), None)
 
     def logits(site: Site, _: Launch) -> Launch:
-        norm = None if first is None else (nodes[first], matvec.build_norm(site, nodes[first]))
+        norm = _norm_of(site, nodes, router, (i, linear))
         return route.build_router(site, nodes[linear], nodes[i], norm, chooses=False)
 
     def build_up(site: Site, _: Launch) -> Launch:
@@ -164,11 +167,12 @@ def _chosen(
         return expert_matvec.matvec_up(site, nodes[up], site.slot(ids), left)
 
     def build_down(site: Site, _: Launch) -> Launch:
-        left = route.left_to_experts(site, nodes[linear], nodes[i])
-        return expert_matvec.matvec_down(site, nodes[down], last.outputs[0], last.inputs[0], last.spec.scale, left)
+        left, (out,) = route.left_to_experts(site, nodes[linear], nodes[i]), nodes[last].outputs
+        stream, scale = (None, 1.0) if last == down else (nodes[last].inputs[0], nodes[last].spec.scale)
+        return expert_matvec.matvec_down(site, nodes[down], out, stream, scale, left)  # type: ignore[arg-type]
 
-    before: dict[int, Build | None] = dict.fromkeys((linear, *(() if first is None else (first,))))
-    return Fusion(before | {i: logits, up: build_up, down: None, stream.last: build_down})
+    before: dict[int, Build | None] = {n: None for n in router.parts if n != i}
+    return Fusion(before | {i: logits, up: build_up, down: None, last: build_down})
 
 
 def lifetimes(fusions: Sequence[Fusion], nodes: Sequence[Node]) -> dict[int, int]:
@@ -272,24 +276,61 @@ def _alike(nodes: Sequence[Node], makers: Sequence[int | None]) -> list[Node]:
     return maps if alike and len(maps) == len(makers) else []
 
 
-def _with_shared(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> Fusion | None:
-    """ADD of a stream, chosen experts and a shared one: two launches for all of them."""
+def _with_shared(
+    nodes: Sequence[Node],
+    i: int,
+    found: Sequence[Fusion | None],
+    source: Callable[[int, int], int | None],
+    maker: Mapping[int, int],
+) -> Fusion | None:
+    """ADD of a stream, chosen experts and a shared one: two launches for all of them. If that one has a gate, its logit is
+    made where the router's are, which is one of the fusions `found`."""
     last = source(i, 1)
     if last is None or nodes[last].op is not LINEAR_ADD:
         return None
-    down, active = source(last, 0), source(last, 1)
-    if down is None or active is None or nodes[down].op is not EXPERT_DOWN or nodes[active].op not in (GATED, PLAIN):
+    down, rated = source(last, 0), source(last, 1)
+    if down is None or rated is None or nodes[down].op is not EXPERT_DOWN:
         return None
-    up = source(down, 0)
+    active, up = _unrated(nodes, rated, source), source(down, 0)
+    if active is None or nodes[active].op not in (GATED, PLAIN) or not _whole_rows(nodes[active]):
+        return None
+    if up is None or nodes[up].op is not EXPERT_UP:
+        return None
     maps = [source(active, place) for place in range(len(nodes[active].inputs))]
-    if up is None or nodes[up].op is not EXPERT_UP or any(m is None or nodes[m].op is not LINEAR for m in maps):
+    own = [m for m in maps if m is not None and nodes[m].op is LINEAR]
+    rate = None if active == rated else source(rated, 0)
+    if len(own) != len(maps) or (active != rated and (rate is None or nodes[rate].op is not LINEAR)):
         return None
-    own = [m for m in maps if m is not None]
-    made = WithShared(nodes[up], nodes[down], [nodes[m] for m in own], nodes[active], nodes[last], nodes[i])
+    of_rate = None if rate is None else nodes[rate]
+    made = WithShared(nodes[up], nodes[down], [nodes[m] for m in own], nodes[active], nodes[last], nodes[i], of_rate)
     if not made.fits():
         return None
-    parts: dict[int, Build | None] = dict.fromkeys((up, down, *own, last))
-    return Fusion(parts | {active: lambda site, _: build_up(site, made), i: lambda site, _: build_down(site, made)})
+    parts: dict[int, Build | None] = dict.fromkeys((up, down, *own, rated, last))
+    parts |= {active: lambda site, _: build_up(site, made), i: lambda site, _: build_down(site, made)}
+    if rate is None:
+        return Fusion(parts)
+    ids = nodes[down].inputs[1]
+    assert isinstance(ids, Value)
+    choice = maker.get(ids.id, -1)
+    router = next((f for f in found if f is not None and choice in f.parts), None)
+    linear = None if router is None else source(choice, 0)
+    # Both logits are of one x, so both begin with its norm.
+    if router is None or linear is None or nodes[linear].inputs[0] is not nodes[rate].inputs[0]:
+        return None
+
+    def routes(site: Site, _: Launch) -> Launch:
+        norm = _norm_of(site, nodes, router, (choice, linear))
+        return route.build_router(site, nodes[linear], nodes[choice], norm, rate=made.rate_of(site))
+
+    return Fusion(dict.fromkeys((*router.parts, rate)) | parts | {choice: routes})
+
+
+def _unrated(nodes: Sequence[Node], rated: int, source: Callable[[int, int], int | None]) -> int | None:
+    """A shared expert's activation: this node, or what it multiplies by the sigmoid of a number a row. None: by another."""
+    spec = nodes[rated].spec
+    if nodes[rated].op is not GATED or not spec.per_row:
+        return rated
+    return source(rated, 1) if spec.activation == "sigmoid" and spec.up_width == spec.n else None
 
 
 def _joined(
@@ -302,15 +343,13 @@ def _joined(
     kept: set[int],
 ) -> Fusion | None:
     """LINEAR_ADD of a shared expert onto chosen ones: of a few rows, all of them together behind the router."""
-    down, active = source(i, 0), source(i, 1)
-    if down is None or active is None or nodes[down].op is not EXPERT_DOWN:
+    down, rated = source(i, 0), source(i, 1)
+    if down is None or rated is None or nodes[down].op is not EXPERT_DOWN:
         return None
-    rated, rate = active, None
-    if nodes[active].op is GATED and nodes[active].spec.per_row:
-        rate, inner = nodes[active].inputs[0], source(active, 1)
-        if nodes[active].spec.activation != "sigmoid" or inner is None:
-            return None
-        active = inner
+    active = _unrated(nodes, rated, source)
+    if active is None:
+        return None
+    rate = None if active == rated else nodes[rated].inputs[0]
     if nodes[active].op not in (GATED, PLAIN) or not _whole_rows(nodes[active]):
         return None
     up, ids = source(down, 0), nodes[down].inputs[1]
@@ -362,13 +401,18 @@ def _chooses(
     router, linear = next((f for f in fusions if i in f.parts and f.rows == route.ROUTED), None), source(i, 0)
     if router is None or linear is None:
         return lambda site, _: route.build_route(site, nodes[i], made.more_of(site))
-    first = next((n for n in router.parts if n not in (i, linear)), None)
 
     def build(site: Site, _: Launch) -> Launch:
-        norm = None if first is None else (nodes[first], matvec.build_norm(site, nodes[first]))
+        norm = _norm_of(site, nodes, router, (i, linear))
         return route.build_router(site, nodes[linear], nodes[i], norm, more=made.more_of(site))
 
     return build
+
+
+def _norm_of(site: Site, nodes: Sequence[Node], router: Fusion, others: Sequence[int]) -> tuple[Node, Launch] | None:
+    """The norm that a router's launch begins with, if there is one beside these nodes."""
+    first = next((n for n in router.parts if n not in others), None)
+    return None if first is None else (nodes[first], matvec.build_norm(site, nodes[first]))
 
 
 def _stream(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> Fusion | None:

@@ -40,7 +40,11 @@ def test_rows_that_pad_a_batch_are_not_counted() -> None:
     assert counts.tolist() == np.bincount(ids[:6].cpu().numpy(), minlength=5).tolist()
 
 
-@pytest.mark.parametrize("normed", [False, True], ids=["normed before", "normed beside"])
+@pytest.mark.parametrize(
+    ("normed", "rated", "columns"),
+    [(False, False, 64), (True, False, 64), (False, True, 96), (True, True, 96), (True, True, 160)],
+    ids=["normed before", "normed beside", "one logit more", "both", "some of a tile"],
+)
 @pytest.mark.parametrize(
     "spec",
     [
@@ -48,8 +52,11 @@ def test_rows_that_pad_a_batch_are_not_counted() -> None:
         RouteSpec(24, 5, "softmax_topk"),
     ],
 )
-def test_one_row_chooses_in_the_launch_that_makes_its_logits(spec: RouteSpec, normed: bool) -> None:
-    device, columns = "cpu" if INTERPRETED else "cuda", 64
+def test_one_row_chooses_in_the_launch_that_makes_its_logits(
+    spec: RouteSpec, normed: bool, rated: bool, columns: int
+) -> None:
+    """`rated`: a logit that takes no part, though it is the largest."""
+    device = "cpu" if INTERPRETED else "cuda"
     rng = np.random.default_rng(3)
     gate = rng.normal(size=(spec.n_experts, columns)).astype(np.float32)
     gate[5] = gate[17]  # the lower one of equals is first
@@ -64,21 +71,25 @@ def test_one_row_chooses_in_the_launch_that_makes_its_logits(spec: RouteSpec, no
         )
     )  # fmt: skip
     given = {"x": x, "gate": gate, "bias": bias}
+    beside, rate = 100 * x, torch.full((1,), torch.nan, device=device)
     gain = rng.normal(size=columns).astype(np.float32)
     scaled = x * gain / np.sqrt((x.astype(np.float64) ** 2).mean() + 0.25)
     to, plain = torch.zeros(words(columns), dtype=torch.int32, device=device), torch.zeros(columns, device=device)
     launch(
-        route.route_one, (spec.n_experts + normed,), choice=route.Choice(ids, weights, counts), logits=logits,
+        route.route_one, (spec.n_experts + normed + rated,), choice=route.Choice(ids, weights, counts), logits=logits,
         arrived=arrived, gate_bias=logits, gains=logits, scale=spec.scale, K=columns, GATE_BIAS=False, W=64, PDL=False,
         warps=1,
         normed=route.Normed(to, plain, torch.from_numpy(gain).to(device), 0.25), ROUNDS=True, NORM=normed,
+        rate=route.Rate(torch.from_numpy(beside).to(device), rate), RATED=rated,
         CHOOSES=True, **{name: torch.from_numpy(v).to(device) for name, v in given.items()}, **route._constants(spec),
     )  # fmt: skip
     np.testing.assert_allclose(logits.cpu().numpy(), gate @ (scaled if normed else x), rtol=1e-4, atol=1e-4)
+    if rated:
+        np.testing.assert_allclose(rate.cpu().numpy(), [beside @ (scaled if normed else x)], rtol=1e-4)
     if normed:
         np.testing.assert_allclose(plain.cpu().numpy(), scaled, rtol=1e-5)
         both = torch.zeros_like(to)
-        launch(int8x2_rows, (1, 1), both, plain, K=columns, B=2, PDL=False)
+        launch(int8x2_rows, (1, 1), both, plain, K=columns, B=8, PDL=False)
         assert torch.equal(to, both)
     vectors = [RawWeight(GGMLType.F32, bias[None].view(np.uint8), spec.n_experts)] if spec.bias else []
     wanted_ids, wanted = ROUTE.reference(spec, logits.cpu().numpy()[None], *vectors)

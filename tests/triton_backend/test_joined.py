@@ -44,13 +44,14 @@ def ref(name: str, type: GGMLType, rows: int, k: int) -> WeightRef:
 
 
 def program(
-    wide: int, gates: bool, rated: bool = False, adds: bool = True, own: GGMLType = GGMLType.Q4_0, width: int = 0
-) -> Program:
+    wide: int, gates: bool, rated: bool = False, adds: bool = True, own: GGMLType = GGMLType.Q4_0, width: int = 0,
+    rate_type: GGMLType = GGMLType.F32, router_type: GGMLType = GGMLType.F32,
+) -> Program:  # fmt: skip
     """A layer whose shared expert is so many times as wide as the others; `rated`: with a weight of its own."""
     b, ff = Builder(), width or wide * N
     h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, K))
     x = norm(b, NormSpec("rms", K, 1e-5), h, ref("gain", GGMLType.F32, 1, K))
-    logits = linear(b, x, ref("router", GGMLType.F32, EXPERTS, K), out="f32")
+    logits = linear(b, x, ref("router", router_type, EXPERTS, K), out="f32")
     ids, weights = route(b, RouteSpec(EXPERTS, USED, "softmax", scale=2.5), logits)
     names, kind = (("gate", "up"), "silu") if gates else (("up",), "relu2")
     stacks = [ref(name, GGMLType.Q5_0, EXPERTS * N, K) for name in names]
@@ -64,7 +65,7 @@ def program(
     else:
         up = plain(b, "relu2", up)
     if rated:
-        rate = linear(b, x, ref("rate", GGMLType.F32, 1, K))
+        rate = linear(b, x, ref("rate", rate_type, 1, K))
         up = gated(b, GatedSpec("sigmoid", ff, per_row=True), rate, up)
     h = (
         linear_add(b, y, up, ref("down_s", own, K, ff))

@@ -227,6 +227,13 @@ class Normed(NamedTuple):
     eps: Any
 
 
+class Rate(NamedTuple):
+    """One more logit of a token, which nobody chooses by: the gate of a shared expert."""
+
+    gate: Any  # float32 [K]
+    to: Any  # float32 [1]
+
+
 @triton.jit
 def _normed_part(normed, x, first, K: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, PDL: tl.constexpr):
     """Some blocks of the norm of x; as int8x2, too, if ROUNDS."""
@@ -251,9 +258,9 @@ def _normed_part(normed, x, first, K: tl.constexpr, W: tl.constexpr, ROUNDS: tl.
 
 @triton.jit
 def route_one(
-    choice, logits, arrived, x, gate, gate_bias, bias, gains, scale, normed, S: tl.constexpr, K: tl.constexpr,
+    choice, logits, arrived, x, gate, gate_bias, bias, gains, scale, normed, rate, S: tl.constexpr, K: tl.constexpr,
     GATE_BIAS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, ROUNDS: tl.constexpr,
-    CHOOSES: tl.constexpr, PDL: tl.constexpr,
+    RATED: tl.constexpr, CHOOSES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Logits and experts of one token; a program computes a logit, and the last one to finish chooses, if CHOOSES.
 
@@ -263,17 +270,21 @@ def route_one(
     bias, gains, scale, G, E  as `route_rows`'s
     normed     with NORM: x is not normed, and what other kernels read of its norm is made beside the logits, 16 blocks of
                32 columns in each of the programs that follow theirs; `to` is written with ROUNDS
+    rate       with RATED: the program behind the logits' computes this one, and takes no part in the choice
     W          columns at a time
     """
     mine = tl.program_id(0)
     column = tl.arange(0, W)
-    if NORM and mine >= S.EXPERTS:
-        _normed_part(normed, x, (mine - S.EXPERTS) * _NORM_BLOCKS, K, W, ROUNDS, PDL)
+    if NORM and mine >= S.EXPERTS + RATED:
+        _normed_part(normed, x, (mine - S.EXPERTS - RATED) * _NORM_BLOCKS, K, W, ROUNDS, PDL)
         return
+    p_gate = gate + mine * K
+    if RATED and mine == S.EXPERTS:
+        p_gate = rate.gate
     tiles = ()
     for start in tl.static_range(0, K, W):
         ok = start + column < K
-        tile = tl.load(gate + mine * K + start + column, mask=ok, other=0.0)
+        tile = tl.load(p_gate + start + column, mask=ok, other=0.0)
         if NORM:
             tile *= tl.load(normed.gain + start + column, mask=ok, other=0.0)
         tiles += (tile,)
@@ -290,6 +301,9 @@ def route_one(
     total = tl.sum(acc, 0)
     if NORM:
         total *= 1.0 / tl.sqrt(tl.sum(square, 0) / K + normed.eps)
+    if RATED and mine == S.EXPERTS:
+        tl.store(rate.to, total)
+        return
     if GATE_BIAS:
         total += tl.load(gate_bias + mine)
     tl.store(logits + mine, total)
@@ -354,11 +368,13 @@ def build_router(
     norm: tuple[Node, Launch] | None = None,
     chooses: bool = True,
     more: More | None = None,
+    rate: tuple[Node, Slot] | None = None,
 ) -> Launch:
     """LINEAR with a float32 matrix, then ROUTE: logits, ids and weights, of one token in one launch, of more in two.
 
     With the NORM before them, and its launch for more tokens than one. Unless it `chooses`, one token's logits alone.
-    `more`: see `build_route`; then there are several tokens.
+    `more`: see `build_route`; then there are several tokens. `rate`: a LINEAR of the same x with one float32 row, and
+    where one token's goes, in the same launch.
     """
     spec: RouteSpec = route.spec
     x, gate, *gate_bias = linear.inputs
@@ -375,6 +391,7 @@ def build_router(
     gain = None if norm is None else site.vector(norm[0].inputs[1])  # type: ignore[arg-type]
     to = None if norm is None else site.int8x2(x)  # type: ignore[arg-type]
     parts = 0 if norm is None else cdiv(matrix.k // 32, _NORM_BLOCKS.value)
+    beside = None if rate is None else site.weight(rate[0].inputs[1]).planes[0]  # type: ignore[arg-type]
     shared: dict[str, Any] = {"gate": matrix.planes[0], "K": matrix.k, "GATE_BIAS": shift is not None}
 
     def matmul(batch: Batch) -> None:
@@ -394,11 +411,13 @@ def build_router(
 
     def matvec(batch: Batch) -> None:
         unread = logits.tensor
+        one_more = Rate(unread if beside is None else beside, unread if rate is None else rate[1].tensor)
         site.launch(
-            route_one, (spec.n_experts + parts,), choice=Choice(ids.tensor, weights.tensor, counts), logits=logits.tensor,
+            route_one, (spec.n_experts + (rate is not None) + parts,),
+            choice=Choice(ids.tensor, weights.tensor, counts), logits=logits.tensor,
             normed=Normed(unread if to is None else to, rows.tensor, unread if gain is None else gain, eps), NORM=parts > 0,
-            ROUNDS=to is not None, CHOOSES=chooses, arrived=arrived.tensor, x=source.tensor,
-            gate_bias=unread if shift is None else shift, bias=unread if bias is None else bias,
+            rate=one_more, RATED=rate is not None, ROUNDS=to is not None, CHOOSES=chooses, arrived=arrived.tensor,
+            x=source.tensor, gate_bias=unread if shift is None else shift, bias=unread if bias is None else bias,
             gains=unread if gains is None else gains, scale=spec.scale,
             W=min(_GATE_COLUMNS if chooses else _ALL_COLUMNS, power_of_two(matrix.k)), warps=warps,
             early=starts_early(site), **shared, **_constants(spec),

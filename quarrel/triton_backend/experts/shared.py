@@ -2,6 +2,10 @@
 
 A program of `up_with_shared` has 32 rows, so it rounds its block to int8x2 by itself, and nobody counts who is done. One of
 `down_with_shared` has all that it reads of its rows on the way before its wait.
+
+A shared expert with a gate (Qwen 3.5, Qwen3-Next) has one number a token, g. Its nodes say W (sigmoid(g) y); here that is
+sigmoid(g) (W y), as g is the same for all of y. The router's launch makes g, in float32 (`route.py: Rate`), and neither it
+nor sigmoid(g) y is rounded to 16 bits, as both are between the nodes.
 """
 
 from __future__ import annotations
@@ -10,12 +14,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.contract import Value
-from quarrel.ops.linear import LinearAddSpec
+from quarrel.ops.linear import LinearAddSpec, LinearSpec
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Node
 from quarrel.triton_backend.elementwise.activation import activate
@@ -24,7 +29,7 @@ from quarrel.triton_backend.experts.matvec_kernels import _planes_from
 from quarrel.triton_backend.formats.dots import load_tile, tile_products
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
 from quarrel.triton_backend.formats.table import INTEGERS, by_name, matvec_planes, word_columns
-from quarrel.triton_backend.runtime.arrays import Packed
+from quarrel.triton_backend.runtime.arrays import Packed, Slot
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
 
@@ -136,10 +141,11 @@ class DownShape(NamedTuple):
 
 @triton.jit
 def down_with_shared(
-    out, routed, shared, ids, shares, residual, alpha, N, R: tl.constexpr, S: tl.constexpr, USED: tl.constexpr,
-    ROWS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    out, routed, shared, ids, shares, rate, residual, alpha, N, R: tl.constexpr, S: tl.constexpr, USED: tl.constexpr,
+    RATED: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """out [N] float32: residual + alpha * (the sum over chosen experts of share * W x, and the shared expert's W x)."""
+    """out [N] float32: residual + alpha * (the sum over chosen experts of share * W x, and the shared expert's W x), with
+    RATED times the sigmoid of rate [1], float32."""
     FORMAT: tl.constexpr = R.FORMAT
     K: tl.constexpr = R.K
     W: tl.constexpr = R.W
@@ -153,6 +159,8 @@ def down_with_shared(
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0) * ROWS
     n = tl.minimum(first + tl.arange(0, ROWS), N - 1).to(tl.int64)
+    if RATED:  # as old as the ids are
+        g = tl.load(rate)
     own = ()
     for i in tl.static_range(OWN_TILES):
         own += (load_tile(OWN_FORMAT, shared.w, n, first, N, i * OWN_W, OWN_K, ROWS, OWN_W, ASM),)
@@ -175,7 +183,10 @@ def down_with_shared(
         x = routed.x + i // TILES * (K // 2 + K // 32 * 3)
         acc += tl.load(shares + i // TILES) * tile_products(FORMAT, q, u, s, t, x, i % TILES * W, K, ROWS, W, ASM)
     r = first + tl.arange(0, ROWS)
-    total = tl.sum(acc, 1) + tl.sum(own_acc, 1)
+    own_total = tl.sum(own_acc, 1)
+    if RATED:
+        own_total *= activate(g, "sigmoid")
+    total = tl.sum(acc, 1) + own_total
     total = tl.load(residual + r, mask=r < N, other=0.0) + alpha * total
     tl.store(out + r, total, mask=r < N)
 
@@ -191,6 +202,8 @@ class WithShared:
     activation: Node
     shared_down: Node
     add: Node
+    rate: Node | None = None
+    """Of a shared expert with a gate, the LINEAR that makes its logit."""
 
     def fits(self) -> bool:
         up, down = self.up.spec, self.down.spec
@@ -205,10 +218,20 @@ class WithShared:
             and kinds <= {"silu", "relu2"}
             and len(self.shared_maps) == 1 + up.gated
             and all(n.spec == first and n.inputs[0] is self.up.inputs[0] for n in self.shared_maps)
+            and (self.rate is None or self._takes_rate(self.rate))
             and all(n % 32 == 0 for n in rows)
             and down.used * cdiv(down.k, 4 * _DOWN_WORDS) <= _MOST_TILES
             and all(_integers(t, k) for t, k in ((up.type, up.k), (first.type, up.k), (down.type, 32), (last.type, 32)))
         )
+
+    def _takes_rate(self, rate: Node) -> bool:
+        """Whether the router's launch can make it."""
+        spec: LinearSpec = rate.spec
+        return rate.inputs[0] is self.up.inputs[0] and (spec.type, spec.n, spec.bias) == (GGMLType.F32, 1, False)
+
+    def rate_of(self, site: Site) -> tuple[Node, Slot] | None:
+        """The gate's LINEAR, and where its logit is until the launch down."""
+        return None if self.rate is None else (self.rate, site.lasting("rate", 1, torch.float32))
 
 
 def _integers(type: GGMLType, k: int) -> bool:
@@ -238,13 +261,13 @@ def build_up(site: Site, nodes: WithShared) -> Launch:
     ids = site.slot(ids_value)  # type: ignore[arg-type]
     rows, prepare = _as_int8x2(site, x, 1, spec.k, spec.type.name)  # type: ignore[arg-type]
 
-    def side(stacks: Sequence[Packed], value: Value) -> Up:
+    def side(stacks: Sequence[Packed], value: Any) -> Up:
         planes = [matvec_planes(s) for s in stacks]
         return Up(planes[0], planes[-1], _int8x2(site, value))
 
     stacks = [site.weight(ref) for ref in refs[: 1 + spec.gated]]  # type: ignore[arg-type]
     own = [site.weight(node.inputs[1]) for node in nodes.shared_maps]  # type: ignore[arg-type]
-    routed, shared = side(stacks, nodes.up.outputs[0]), side(own, nodes.activation.outputs[0])
+    routed, shared = side(stacks, nodes.up.outputs[0]), side(own, nodes.shared_down.inputs[1])
 
     def run(batch: Batch) -> None:
         if prepare is not None:
@@ -268,6 +291,7 @@ def build_down(site: Site, nodes: WithShared) -> Launch:
     last: LinearAddSpec = nodes.shared_down.spec
     y, ids_value, shares_value, down = nodes.down.inputs
     ids, shares = site.slot(ids_value), site.slot(shares_value)  # type: ignore[arg-type]
+    rate = nodes.rate_of(site)
     stream, out = site.slot(nodes.add.inputs[0]), site.slot(nodes.add.outputs[0])  # type: ignore[arg-type]
     own_ref, own_x = nodes.shared_down.inputs[2], nodes.shared_down.inputs[1]
     stack, own = site.weight(down), site.weight(own_ref)  # type: ignore[arg-type]
@@ -282,7 +306,8 @@ def build_down(site: Site, nodes: WithShared) -> Launch:
         warps = max(1, r.W // 128)
         site.launch(
             down_with_shared, (cdiv(spec.n, _DOWN_ROWS),), out.tensor, routed, shared, ids.tensor, shares.tensor,
-            stream.tensor, nodes.add.spec.scale, spec.n, R=r, S=s, USED=spec.used, ROWS=_DOWN_ROWS,
+            out.tensor if rate is None else rate[1].tensor, stream.tensor, nodes.add.spec.scale, spec.n, R=r, S=s,
+            USED=spec.used, RATED=rate is not None, ROWS=_DOWN_ROWS,
             AHEAD=max(1, _AHEAD * 32 * warps // (_DOWN_ROWS * r.W)), ASM=not INTERPRETED, warps=warps,
             early=starts_early(site),
         )  # fmt: skip
