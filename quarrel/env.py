@@ -7,7 +7,7 @@ QUARREL_TENSOR_PARALLEL   how many devices share a model when nothing else is as
 QUARREL_MEMORY    the memory that a model may take, in bytes (512MiB, 16GB) or as a share of what is free (80%, 0.8)
 QUARREL_KV_CACHE  auto, float16, bfloat16, int8, fp8 or fp8_e5m2: how keys and values are stored if no one asks otherwise
 QUARREL_ATTENTION  auto, own or cudnn: who attends to long prompts on CUDA when nothing else is asked for
-QUARREL_TRIALS    attention-ring, latent-decode: experimental kernels of the Triton backend to turn on, with commas between
+QUARREL_TRIALS    attention-ring: experimental kernels of the Triton backend to turn on, with commas between
 QUARREL_METAL     auto or mlx: mlx takes mx.quantized_matmul for the formats that it holds exactly, to compare with
 QUARREL_CHECK     1 compares every op with its NumPy reference while it runs (slow)
 QUARREL_MODELS    a further folder to look for models in
@@ -31,7 +31,7 @@ COMPUTE = ("auto", "float32", "float16", "bfloat16", "fp8")
 KV_CACHE = ("auto", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2")
 ATTENTION = ("auto", "own", "cudnn")
 METAL = ("auto", "mlx")
-TRIALS = ("attention-ring", "latent-decode")
+TRIALS = ("attention-ring",)
 """One that a GPU has found right and faster leaves this list and is always on."""
 LEVELS = ("debug", "info", "warning", "error")
 NAMES = (

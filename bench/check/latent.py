@@ -31,7 +31,7 @@ from quarrel.triton_backend.attention.latent import (
 from quarrel.triton_backend.attention.records import Keys, Partial, Sequences
 from quarrel.triton_backend.attention.split_starts import split_starts
 from quarrel.triton_backend.attention.splits import most_splits
-from quarrel.triton_backend.linear.heads import head_tiles
+from quarrel.triton_backend.linear.heads import head_rows, head_tiles, rows_alone
 from quarrel.triton_backend.runtime.arrays import Planes
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, launch, power_of_two
 
@@ -74,8 +74,8 @@ class Layer:
         launch(
             attend_latent_one, (self.items, cdiv(self.heads, tile.rows)), out=self.out, partial=self.partial, q=self.q,
             append=absent(self.q), cache=self.cache, sequences=self.sequences, item_start=self.starts, seqs=self.seqs,
-            scale=SCALE * LOG2E, ROTATE="", NORMS=False, BLOCK_M=tile.rows, BLOCK_N=tile.keys, COMPUTE=tl.float16,
-            warps=tile.warps, stages=tile.stages, **common,
+            scale=SCALE * LOG2E, ROTATE="", NORMS=False, BLOCK_M=tile.rows, BLOCK_N=tile.keys, EARLY=True,
+            COMPUTE=tl.float16, warps=tile.warps, stages=tile.stages, **common,
         )  # fmt: skip
         launch(
             combine_latent, (self.seqs, self.heads), out=self.out, partial=self.partial, query_start=self.query_start,
@@ -119,12 +119,20 @@ def one_head_linear(heads: int, n: int, k: int, rest: int, tokens: int) -> dict[
     y = torch.empty(tokens, heads, rest + n, dtype=torch.float16, device=DEVICE)
     wide = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
     blocks = next(b for b in (4, 2, 1) if k // 32 % b == 0)
+    common: dict[str, Any] = {"N": n, "K": k, "HEADS": heads, "REST": rest, "WIDE_REST": power_of_two(rest)}
+    common["FORMAT"] = "F16"
+    planes, rows, whole, warps = Planes(w, w, w, w), *rows_alone(k, False)
 
     def run() -> None:
+        if tokens == 1:
+            launch(
+                head_rows, (cdiv(n, rows), heads), y, y, x, planes, Partial(x, x, x), x, **common, COMBINES=False,
+                FORM="plain", FIRST=True, BN=rows, NB=whole, warps=warps, early=not INTERPRETED,
+            )  # fmt: skip
+            return
         launch(
-            head_tiles, (cdiv(n, 64), heads, cdiv(tokens, wide)), y, y, x, Planes(w, w, w, w), Partial(x, x, x), x, tokens,
-            N=n, K=k, HEADS=heads, REST=rest, WIDE_REST=power_of_two(rest), FORMAT="F16", FAST=False, COMPUTE=tl.float16,
-            EXACT=False, COMBINES=False, FORM="plain", BN=64, BT=wide, NB=blocks, STAGES=2, warps=4, stages=2,
+            head_tiles, (cdiv(n, 64), heads, cdiv(tokens, wide)), y, x, planes, tokens, **common, FAST=False,
+            COMPUTE=tl.float16, EXACT=False, BN=64, BT=wide, NB=blocks, STAGES=2, warps=4, stages=2,
             early=not INTERPRETED,
         )  # fmt: skip
 

@@ -49,7 +49,6 @@ from quarrel.triton_backend.formats.table import has_matvec
 from quarrel.triton_backend.linear import matvec
 from quarrel.triton_backend.linear.maps import UNLIMITED
 from quarrel.triton_backend.recurrent.short_conv import ShortConv
-from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site
 
 Build = Callable[[Site, Launch], Launch]
@@ -542,7 +541,7 @@ def _latent(
     """ATTENTION over compressed keys and the ROPE_APPEND before it, with the norm of what that appends; and of one row the
     HEAD_LINEAR behind it."""
     attends, append = nodes[i], source(i, 0)
-    if trials.waits("latent-decode") or not attends.spec.latent or append is None or nodes[append].op is not ROPE_APPEND:
+    if not attends.spec.latent or append is None or nodes[append].op is not ROPE_APPEND:
         return []
     norm = source(append, 2)
     norm = norm if norm is not None and nodes[norm].op is NORM else None

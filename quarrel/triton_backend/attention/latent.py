@@ -8,6 +8,11 @@ and sums are float32, powers of two with log2(e) in the scale.
 In a step without prompts the norm, the rotation and the append before it may be its own work, and of one token the splits
 may be added by the map of heads behind it (`fuse.py`).
 
+Of a sequence with one new token the older keys were written by earlier steps, so the first of them are brought to L2
+before the kernel waits for the queries, and where they lie is known a tile ahead. The new key and value begin the sums of
+the split that they belong to, whoever wrote them, so a row's bits are the same either way; where this kernel writes them
+they never come back from memory.
+
     bytes      RANK + DIM values a key (1152 for DeepSeek's 512 + 64 in 16 bits), once for each 32 heads
     registers  a float32 sum of RANK columns a row: 64 a thread for 32 rows of 512 in 8 warps, and for 16 rows in 4
 """
@@ -33,10 +38,11 @@ from quarrel.triton_backend.attention.records import Append, Keys, Partial, Rota
 from quarrel.triton_backend.attention.rope import sin_cos
 from quarrel.triton_backend.attention.splits import SPLIT, STEP, combine_head, split_of
 from quarrel.triton_backend.linear.heads import build_head_linear
-from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import DTYPES
-from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
+from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
+
+_ASM: tl.constexpr = tl.constexpr(not INTERPRETED)
 
 
 class LatentShape(NamedTuple):
@@ -70,7 +76,6 @@ def _add_keys(
 ):  # fmt: skip
     """Adds keys start to stop; MASK for tiles of which some row [M] sees only a part: keys up to its position, and below
     n_keys."""
-    acc, top, total = sums
     SIZE: tl.constexpr = S.SIZE
     KIND: tl.constexpr = S.KIND
     d = tl.arange(0, S.DIM)
@@ -86,35 +91,96 @@ def _add_keys(
             at = tl.load(p_table + key // SIZE).to(tl.int64) * SIZE + key % SIZE
             b_k = tl.load(cache.k + at[:, None] * S.DIM + d[None, :])
             b_v = tl.load(cache.v + at[:, None] * S.RANK + r[None, :])
-        v = as_values(b_v, KIND, COMPUTE)
-        products = tl.dot(q_key, tl.trans(as_values(b_k, KIND, COMPUTE)), input_precision="ieee")  # [M, BLOCK_N]
-        if KIND == "plain":
-            products = tl.dot(q_rest, tl.trans(v), products, input_precision="ieee")
-        else:
+        k_scale = tl.zeros([BLOCK_N], tl.float32)
+        v_scale = k_scale
+        if KIND != "plain":
             if MASK:
                 k_scale = tl.load(cache.k_scale + at, mask=key_ok, other=0.0)
                 v_scale = tl.load(cache.v_scale + at, mask=key_ok, other=0.0)
             else:
                 k_scale, v_scale = tl.load(cache.k_scale + at), tl.load(cache.v_scale + at)
-            rest = tl.dot(q_rest, tl.trans(v), input_precision="ieee")
-            products = products * k_scale[None, :] + rest * v_scale[None, :]
+        seen = True
         if MASK:
             seen = (key[None, :] <= position[:, None]) & key_ok[None, :]
-            products = tl.where(seen, products, float("-inf"))
-        # The scale is positive, so it may follow the maximum, where it is one operation with the difference.
-        new_top = tl.maximum(top, tl.max(products, 1) * scale)
-        base = new_top
+        sums = _add_tile(sums, q_key, q_rest, (b_k, b_v, k_scale, v_scale), seen, scale, KIND, MASK, COMPUTE)
+    return sums
+
+
+@triton.jit
+def _add_tile(
+    sums, q_key, q_rest, tile, seen, scale, KIND: tl.constexpr, MASK: tl.constexpr, COMPUTE: tl.constexpr
+):  # fmt: skip
+    """Adds keys that are there: b_k [BLOCK_N, DIM], b_v [BLOCK_N, RANK] and the scales of codes [BLOCK_N]; with MASK those
+    that are `seen` [M or 1, BLOCK_N]."""
+    acc, top, total = sums
+    b_k, b_v, k_scale, v_scale = tile
+    v = as_values(b_v, KIND, COMPUTE)
+    products = tl.dot(q_key, tl.trans(as_values(b_k, KIND, COMPUTE)), input_precision="ieee")  # [M, BLOCK_N]
+    if KIND == "plain":
+        products = tl.dot(q_rest, tl.trans(v), products, input_precision="ieee")
+    else:
+        rest = tl.dot(q_rest, tl.trans(v), input_precision="ieee")
+        products = products * k_scale[None, :] + rest * v_scale[None, :]
+    if MASK:
+        products = tl.where(seen, products, float("-inf"))
+    # The scale is positive, so it may follow the maximum, where it is one operation with the difference.
+    new_top = tl.maximum(top, tl.max(products, 1) * scale)
+    base = new_top
+    if MASK:
+        # A row that has seen no key yet keeps -inf; zero in its place leaves every power zero.
+        base = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(products * scale - base[:, None])
+    fade = tl.exp2(top - base)
+    total = total * fade + tl.sum(p, 1)
+    if KIND != "plain":
+        p = p * v_scale[None, :]
+    return tl.dot(p.to(COMPUTE), v, acc * fade[:, None], input_precision="ieee"), new_top, total
+
+
+@triton.jit
+def _rows(p_table, begin, stop, SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Where keys begin.. below `stop` lie in the cache, int64 [BLOCK_N]; some row of it beyond."""
+    key = begin + tl.arange(0, BLOCK_N)
+    return tl.load(p_table + key // SIZE, mask=key < stop, other=0).to(tl.int64) * SIZE + key % SIZE
+
+
+@triton.jit
+def _prefetch(x, at, WIDE: tl.constexpr):
+    """Has rows `at` [BLOCK_N] of `[.., WIDE]` brought to L2, in lines of 128 bytes."""
+    BYTES: tl.constexpr = WIDE * x.dtype.element_ty.primitive_bitwidth // 8
+    line = tl.arange(0, (BYTES + 127) // 128)
+    where = x.to(tl.int64) + at[:, None] * BYTES + line[None, :] * 128
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [where], tl.int32, False, 1)
+
+
+@triton.jit
+def _add_older(
+    sums, q_key, q_rest, at, cache, p_table, start, stop, last, scale, S: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASK: tl.constexpr, COMPUTE: tl.constexpr,
+):  # fmt: skip
+    """Adds keys start to stop, which every row sees, and finds where those behind them lie, below `last`: a tile ahead, as
+    `at` [BLOCK_N] is where the first lie. MASK for a tile that is cut short."""
+    d = tl.arange(0, S.DIM)
+    r = tl.arange(0, S.RANK)
+    for begin in range(start, stop, BLOCK_N):
+        p_k, p_v = cache.k + at[:, None] * S.DIM + d[None, :], cache.v + at[:, None] * S.RANK + r[None, :]
+        k_scale = tl.zeros([BLOCK_N], tl.float32)
+        v_scale = k_scale
+        seen = True
         if MASK:
-            # A row that has seen no key yet keeps -inf; zero in its place leaves every power zero.
-            base = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(products * scale - base[:, None])
-        fade = tl.exp2(top - base)
-        total = total * fade + tl.sum(p, 1)
-        if KIND != "plain":
-            p = p * v_scale[None, :]
-        acc = tl.dot(p.to(COMPUTE), v, acc * fade[:, None], input_precision="ieee")
-        top = new_top
-    return acc, top, total
+            ok = begin + tl.arange(0, BLOCK_N) < stop
+            b_k, b_v = tl.load(p_k, mask=ok[:, None], other=0), tl.load(p_v, mask=ok[:, None], other=0)
+            if S.KIND != "plain":
+                k_scale = tl.load(cache.k_scale + at, mask=ok, other=0.0)
+                v_scale = tl.load(cache.v_scale + at, mask=ok, other=0.0)
+            seen = ok[None, :]
+        else:
+            b_k, b_v = tl.load(p_k), tl.load(p_v)
+            if S.KIND != "plain":
+                k_scale, v_scale = tl.load(cache.k_scale + at), tl.load(cache.v_scale + at)
+        at = _rows(p_table, begin + BLOCK_N, last, S.SIZE, BLOCK_N)
+        sums = _add_tile(sums, q_key, q_rest, (b_k, b_v, k_scale, v_scale), seen, scale, S.KIND, MASK, COMPUTE)
+    return sums, at
 
 
 @triton.jit
@@ -140,34 +206,26 @@ def _rotated_queries(q, row, row_ok, sin, cos, magnitude, S: tl.constexpr, STYLE
 
 
 @triton.jit
-def _append(cache, append, token, sin, cos, S: tl.constexpr, STYLE: tl.constexpr, NORMS: tl.constexpr):
-    """A token's key, rotated, and its compressed vector, with NORMS behind its RMS norm, into the cache."""
-    rotation = append.rotation
-    HALF: tl.constexpr = S.DIM // 2
-    RANK: tl.constexpr = S.RANK
-    slot = tl.load(rotation.slots + token).to(tl.int64)
-    one = tl.arange(0, 1)
-    key = rotated(
-        rotation.k, token * S.DIM + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, STYLE == "neox", 1, HALF
-    )  # fmt: skip
-    tl.store(cache.k + slot * S.DIM + tl.arange(0, S.DIM), tl.reshape(key, (2 * HALF,)))
-    r = tl.arange(0, RANK)
-    value = tl.load(rotation.v + token * RANK + r).to(tl.float32)
-    if NORMS:
-        value = value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / RANK + append.eps)) * tl.load(append.gain + r)
-    tl.store(cache.v + slot * RANK + r, value.to(cache.v.dtype.element_ty))
-
-
-@triton.jit
 def _no_sums(M: tl.constexpr, RANK: tl.constexpr):
     acc = tl.zeros([M, RANK], tl.float32)
     return acc, tl.full([M], float("-inf"), tl.float32), tl.zeros([M], tl.float32)
 
 
+@triton.jit
+def _own_sums(q_key, q_rest, k_new, v_new, cache, slot, scale, KIND: tl.constexpr, COMPUTE: tl.constexpr):
+    """Sums that begin with one key [DIM] and its value [RANK], as the cache has them."""
+    key, value = as_values(k_new, KIND, COMPUTE).to(tl.float32), as_values(v_new, KIND, COMPUTE).to(tl.float32)
+    if KIND != "plain":
+        key, value = key * tl.load(cache.k_scale + slot), value * tl.load(cache.v_scale + slot)
+    own = tl.sum(q_key.to(tl.float32) * key[None, :], 1) + tl.sum(q_rest.to(tl.float32) * value[None, :], 1)
+    return tl.broadcast_to(value[None, :], q_rest.shape), own * scale, own * 0.0 + 1.0
+
+
 @triton.jit(do_not_specialize=["seqs"])
 def attend_latent_one(
     out, partial, q, append, cache, sequences, item_start, seqs, scale, S: tl.constexpr, ROTATE: tl.constexpr,
-    NORMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr, PDL: tl.constexpr,
+    NORMS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, EARLY: tl.constexpr, COMPUTE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Sequences with one new token; a program takes a split of one sequence's keys, for BLOCK_M heads.
 
@@ -180,10 +238,12 @@ def attend_latent_one(
     item_start  int32 `[S + 1]`, where each sequence's items begin
     ROTATE      the style of a rotation that this kernel does itself, with the append to the cache, or ""
     NORMS       it also normalises what is appended as values
+    EARLY       nothing in this step writes older keys, so they are read before the kernel ahead is over
     """
+    NEOX: tl.constexpr = ROTATE == "neox"
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        if ROTATE == "":
+        if not EARLY:
             tl.extra.cuda.gdc_wait()
     item = tl.program_id(0)
     seq = find(item_start, seqs, item, 1)
@@ -192,37 +252,61 @@ def attend_latent_one(
     if item - first_item >= splits:
         return
     n_keys = tl.load(sequences.kv_len + seq)
+    last = n_keys - 1
     split = split_of(n_keys, splits)
     start = (item - first_item) * split
-    stop = tl.minimum(n_keys, start + split)
+    newest = start + split >= n_keys
+    stop = tl.minimum(last, start + split)
     p_table = sequences.table + seq.to(tl.int64) * tl.load(sequences.table_width)
+    older = _rows(p_table, start, stop, S.SIZE, BLOCK_N)
+    if _ASM and EARLY:  # the first keys, while the queries are not there yet
+        _prefetch(cache.k, older, S.DIM)
+        _prefetch(cache.v, older, S.RANK)
     head = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     head_ok = head < S.HEADS
     token = tl.load(sequences.query_start + seq).to(tl.int64)
     row = token * S.HEADS + head
-    if ROTATE == "":
-        q_key, q_rest = _queries(q, row, head_ok, S, COMPUTE)
-    else:
+    d = tl.arange(0, S.DIM)
+    r = tl.arange(0, S.RANK)
+    if ROTATE != "":
         rotation = append.rotation
         angle = tl.load(rotation.positions + token).to(tl.float32) * tl.load(rotation.freq + tl.arange(0, S.DIM // 2))
         sin, cos = sin_cos(angle[None, :])
-        # What is above comes with the step, before its first kernel.
-        if PDL:
-            tl.extra.cuda.gdc_wait()
+        slot = tl.load(rotation.slots + token).to(tl.int64)
+    else:
+        slot = tl.load(p_table + last // S.SIZE).to(tl.int64) * S.SIZE + last % S.SIZE
+    if NORMS:
+        gain = tl.load(append.gain + r)
+    # What is above comes with the step, before its first kernel, or from earlier steps.
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_wait()
+    if ROTATE != "":
+        v_new = tl.load(append.rotation.v + token * S.RANK + r)
+        at = token * S.DIM + tl.arange(0, 1)
+        k_new = rotated(rotation.k, at, at >= 0, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S.DIM // 2)
+        k_new = tl.reshape(k_new, (S.DIM,))
         q_key, q_rest = _rotated_queries(q, row, head_ok, sin, cos, rotation.q_magnitude, S, ROTATE, COMPUTE)
-        if stop == n_keys:
-            _append(cache, append, token, sin, cos, S, ROTATE, NORMS)
-            tl.debug_barrier()  # the program's own loads below read what it has stored
+    else:
+        k_new, v_new = tl.load(cache.k + slot * S.DIM + d), tl.load(cache.v + slot * S.RANK + r)
+        q_key, q_rest = _queries(q, row, head_ok, S, COMPUTE)
+    acc, top, total = _no_sums(BLOCK_M, S.RANK)
+    if newest:
+        if ROTATE != "":
+            kept = v_new.to(tl.float32)
+            if NORMS:
+                kept = kept * (1.0 / tl.sqrt(tl.sum(kept * kept, 0) / S.RANK + append.eps)) * gain
+            v_new = kept.to(cache.v.dtype.element_ty)
+            tl.store(cache.k + slot * S.DIM + d, k_new)
+            tl.store(cache.v + slot * S.RANK + r, v_new)
+        acc, top, total = _own_sums(q_key, q_rest, k_new, v_new, cache, slot, scale, S.KIND, COMPUTE)
     whole = start + (stop - start) // BLOCK_N * BLOCK_N
-    position = head * 0 + n_keys - 1
-    sums = _no_sums(BLOCK_M, S.RANK)
-    sums = _add_keys(
-        sums, q_key, q_rest, cache, p_table, position, start, whole, n_keys, scale, S, BLOCK_N, False, COMPUTE
+    sums, older = _add_older(
+        (acc, top, total), q_key, q_rest, older, cache, p_table, start, whole, stop, scale, S, BLOCK_N, False, COMPUTE
     )  # fmt: skip
-    acc, top, total = _add_keys(
-        sums, q_key, q_rest, cache, p_table, position, whole, stop, stop, scale, S, BLOCK_N, True, COMPUTE
+    sums, _ = _add_older(
+        sums, q_key, q_rest, older, cache, p_table, whole, stop, stop, scale, S, BLOCK_N, True, COMPUTE
     )  # fmt: skip
-    r = tl.arange(0, S.RANK)
+    acc, top, total = sums
     if splits == 1:
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(out + row[:, None] * S.RANK + r[None, :], acc.to(out.dtype.element_ty), mask=head_ok[:, None])
@@ -357,8 +441,7 @@ def appends(site: Site, node: Node) -> bool:
 
 def split_alone(layers: Sequence[AttentionSpec]) -> int:
     """Most keys of a split in a step of one sequence with such layers: a tile, where few programs would have several."""
-    small = layers and all(spec.latent for spec in layers) and not trials.waits("latent-decode")
-    return STEP if small else SPLIT
+    return STEP if layers and all(spec.latent for spec in layers) else SPLIT
 
 
 def build_attention(site: Site, node: Node, before: Before | None = None, behind: Node | None = None) -> Launch:
@@ -373,7 +456,7 @@ def build_attention(site: Site, node: Node, before: Before | None = None, behind
     part, top_sum = site.scratch("items", heads * rank), site.scratch("items", heads * 2)
     one, many = tiles(site.compute, heads, site.generation)
     # One sequence leaves most of the device idle: as few heads to a program as a product has rows.
-    alone = one if trials.waits("latent-decode") else tiles(site.compute, 16, site.generation)[0]
+    alone = tiles(site.compute, 16, site.generation)[0]
     together = min(heads, many.rows)
     shape = LatentShape(heads, spec.head_dim, rank, cache.block_size, cache.kind)
     common: dict[str, Any] = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "scale": spec.scale * LOG2E, "S": shape}
@@ -398,8 +481,8 @@ def build_attention(site: Site, node: Node, before: Before | None = None, behind
         site.launch(
             attend_latent_one, (batch.items, cdiv(heads, tile.rows)), out=target.tensor, partial=partial(), q=queries,
             append=append, sequences=sequences(), item_start=starts, seqs=batch.S, **common, ROTATE=style,
-            NORMS=before is not None and before.norm is not None, BLOCK_M=tile.rows, BLOCK_N=tile.keys, warps=tile.warps,
-            stages=tile.stages, early=starts_early(site),
+            NORMS=before is not None and before.norm is not None, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
+            EARLY=not batch.prefill, warps=tile.warps, stages=tile.stages, early=starts_early(site),
         )  # fmt: skip
         if values is not None:
             values(batch)

@@ -21,7 +21,8 @@ MANY_SEQS = 17
 """Sequences from which there are programs enough for longer splits and smaller tiles."""
 PLACES: tl.constexpr = tl.constexpr(power_of_two(MOST_SPLITS))
 _STEP: tl.constexpr = tl.constexpr(STEP)
-_AT_ONCE: tl.constexpr = tl.constexpr(4)
+_AT_ONCE: tl.constexpr = tl.constexpr(8)
+"""Splits that are added together where another kernel combines them: 64 take eight rounds of loads. Not timed; it was 4."""
 
 
 def split_keys(seqs: int) -> int:
@@ -80,6 +81,33 @@ def split_of(n_keys, splits):
 
 
 @triton.jit
+def _greatest(partial, first_item, splits, head, HEADS: tl.constexpr):
+    """Of a head: the greatest score of its splits, and the sum of all weights beside that."""
+    i = tl.arange(0, PLACES)
+    place = (first_item + i).to(tl.int64) * HEADS + head
+    tops = tl.load(partial.top_sum + place * 2, mask=i < splits, other=float("-inf"))
+    top = tl.max(tops, 0)
+    sums = tl.load(partial.top_sum + place * 2 + 1, mask=i < splits, other=0.0)
+    return top, tl.sum(sums * tl.exp2(tops - top), 0)
+
+
+@triton.jit
+def _weights(partial, first_item, begin, splits, head, top, HEADS: tl.constexpr):
+    """Of splits begin.., some at a time [_AT_ONCE]."""
+    j = begin + tl.arange(0, _AT_ONCE)
+    at = (first_item + j).to(tl.int64) * HEADS + head
+    return tl.exp2(tl.load(partial.top_sum + at * 2, mask=j < splits, other=float("-inf")) - top)
+
+
+@triton.jit
+def _pieces(partial, first_item, begin, splits, head, HEADS: tl.constexpr, WIDE: tl.constexpr):
+    """Their sums, `[_AT_ONCE, WIDE]`."""
+    j = begin + tl.arange(0, _AT_ONCE)
+    at = ((first_item + j).to(tl.int64) * HEADS + head) * WIDE
+    return tl.load(partial.sums + at[:, None] + tl.arange(0, WIDE)[None, :], mask=(j < splits)[:, None], other=0.0)
+
+
+@triton.jit
 def combine_head(
     p_out, partial, item_start, seq, head, HEADS: tl.constexpr, WIDE: tl.constexpr
 ):  # fmt: skip
@@ -88,18 +116,29 @@ def combine_head(
     first_item = tl.load(item_start + seq)
     splits = tl.load(item_start + seq + 1) - first_item
     if splits > 1:
-        i = tl.arange(0, PLACES)
-        place = (first_item + i).to(tl.int64) * HEADS + head
-        tops = tl.load(partial.top_sum + place * 2, mask=i < splits, other=float("-inf"))
-        top = tl.max(tops, 0)
-        total = tl.sum(tl.load(partial.top_sum + place * 2 + 1, mask=i < splits, other=0.0) * tl.exp2(tops - top), 0)
+        top, total = _greatest(partial, first_item, splits, head, HEADS)
         r = tl.arange(0, WIDE)
         acc = tl.zeros([WIDE], tl.float32)
         for begin in range(0, splits, _AT_ONCE):
-            j = begin + tl.arange(0, _AT_ONCE)
-            ok = j < splits
-            at = (first_item + j).to(tl.int64) * HEADS + head
-            weight = tl.exp2(tl.load(partial.top_sum + at * 2, mask=ok, other=float("-inf")) - top)
-            piece = tl.load(partial.sums + at[:, None] * WIDE + r[None, :], mask=ok[:, None], other=0.0)
-            acc += tl.sum(piece * weight[:, None], 0)
+            weight = _weights(partial, first_item, begin, splits, head, top, HEADS)
+            acc += tl.sum(_pieces(partial, first_item, begin, splits, head, HEADS, WIDE) * weight[:, None], 0)
         tl.store(p_out + r, (acc / total).to(p_out.dtype.element_ty))
+
+
+@triton.jit
+def combined(x, partial, first_item, splits, head, HEADS: tl.constexpr, WIDE: tl.constexpr):
+    """`combine_head` of a step's one row, or x `[HEADS * WIDE]` where its one split has left the result there: [WIDE], of
+    x's type. Some splits are on their way while those before them are added."""
+    r = tl.arange(0, WIDE)
+    if splits > 1:
+        piece = _pieces(partial, first_item, 0, splits, head, HEADS, WIDE)
+        top, total = _greatest(partial, first_item, splits, head, HEADS)
+        acc = tl.zeros([WIDE], tl.float32)
+        for begin in tl.range(0, splits, _AT_ONCE, num_stages=1):
+            n_piece = _pieces(partial, first_item, begin + _AT_ONCE, splits, head, HEADS, WIDE)
+            acc += tl.sum(piece * _weights(partial, first_item, begin, splits, head, top, HEADS)[:, None], 0)
+            piece = n_piece
+        result = (acc / total).to(x.dtype.element_ty)
+    else:
+        result = tl.load(x + head * WIDE + r)
+    return result

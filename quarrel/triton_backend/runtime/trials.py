@@ -3,7 +3,6 @@
 One that a GPU has found right and faster leaves `quarrel.env.TRIALS` and is always on.
 
 attention-ring: decode behind many keys by a ring of TMA copies (`attention/ring.py`).
-latent-decode: attention over compressed keys in fewer launches (`fuse.py: latent`), and of one sequence in smaller splits.
 """
 
 from __future__ import annotations
