@@ -160,6 +160,7 @@ def _add_older(
 ):  # fmt: skip
     """Adds keys start to stop, which every row sees, and finds where those behind them lie, below `last`: a tile ahead, as
     `at` [BLOCK_N] is where the first lie. MASK for a tile that is cut short."""
+    KIND: tl.constexpr = S.KIND
     d = tl.arange(0, S.DIM)
     r = tl.arange(0, S.RANK)
     for begin in range(start, stop, BLOCK_N):
@@ -170,16 +171,16 @@ def _add_older(
         if MASK:
             ok = begin + tl.arange(0, BLOCK_N) < stop
             b_k, b_v = tl.load(p_k, mask=ok[:, None], other=0), tl.load(p_v, mask=ok[:, None], other=0)
-            if S.KIND != "plain":
+            if KIND != "plain":
                 k_scale = tl.load(cache.k_scale + at, mask=ok, other=0.0)
                 v_scale = tl.load(cache.v_scale + at, mask=ok, other=0.0)
             seen = ok[None, :]
         else:
             b_k, b_v = tl.load(p_k), tl.load(p_v)
-            if S.KIND != "plain":
+            if KIND != "plain":
                 k_scale, v_scale = tl.load(cache.k_scale + at), tl.load(cache.v_scale + at)
         at = _rows(p_table, begin + BLOCK_N, last, S.SIZE, BLOCK_N)
-        sums = _add_tile(sums, q_key, q_rest, (b_k, b_v, k_scale, v_scale), seen, scale, S.KIND, MASK, COMPUTE)
+        sums = _add_tile(sums, q_key, q_rest, (b_k, b_v, k_scale, v_scale), seen, scale, KIND, MASK, COMPUTE)
     return sums, at
 
 
@@ -241,6 +242,7 @@ def attend_latent_one(
     EARLY       nothing in this step writes older keys, so they are read before the kernel ahead is over
     """
     NEOX: tl.constexpr = ROTATE == "neox"
+    KIND: tl.constexpr = S.KIND
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         if not EARLY:
@@ -298,7 +300,7 @@ def attend_latent_one(
             v_new = kept.to(cache.v.dtype.element_ty)
             tl.store(cache.k + slot * S.DIM + d, k_new)
             tl.store(cache.v + slot * S.RANK + r, v_new)
-        acc, top, total = _own_sums(q_key, q_rest, k_new, v_new, cache, slot, scale, S.KIND, COMPUTE)
+        acc, top, total = _own_sums(q_key, q_rest, k_new, v_new, cache, slot, scale, KIND, COMPUTE)
     whole = start + (stop - start) // BLOCK_N * BLOCK_N
     sums, older = _add_older(
         (acc, top, total), q_key, q_rest, older, cache, p_table, start, whole, stop, scale, S, BLOCK_N, False, COMPUTE

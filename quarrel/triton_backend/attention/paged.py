@@ -148,8 +148,8 @@ def single(one: Tile, wide: int, programs: int) -> Tile:
     return replace(one, warps=8) if wide == 64 or (wide == 128 and programs <= 128) else one
 
 
-HEAD_PROGRAMS, HEAD_WARPS, HEAD_VALUES = 264, 8, 8192
-"""Programs up to which one sequence has `attend_head`: two to a multiprocessor; their warps, and the values of a tile."""
+HEAD_PROGRAMS, HEAD_WARPS, HEAD_VALUES = 64, 8, 8192
+"""Programs up to which one sequence has `attend_head`, their warps, and the values of a tile."""
 
 
 def warps_for(seqs: int, items: int, spec: AttentionSpec, size: int, kind: str) -> Warps | None:
@@ -277,7 +277,7 @@ def build_attention(site: Site, node: Node) -> Launch:
             kernel, programs, count, stages = attend_warps, spec.n_kv // w.heads, w.heads, w.stages
             own = several | {"BLOCK_M": tile.rows, "W": w}
             values = 2048 // share  # of splits, so many stages of which fit beside the keys
-        elif warps and batch.S == 1 and batch.items * spec.n_heads <= HEAD_PROGRAMS:
+        elif warps and batch.S == 1 and wide > 128 and batch.items * spec.n_heads <= HEAD_PROGRAMS:
             kernel, programs, count, own = attend_head, spec.n_heads, HEAD_WARPS, {"EACH": each, "BLOCK_N": head_keys}
             values = 8192
         site.launch(

@@ -59,13 +59,14 @@ def down_tile_for(format: str, n: int, k: int, used: int) -> ExpertTile:
     """For the matrices `[n, k]` of the chosen experts, so many for each output.
 
     Programs are few, so each asks for much at once: a layer of gpt-oss is 9 us shorter with six tiles, one of Mixtral in
-    Q6_K 4 with two of 256 words.
+    Q6_K 4 with two of 256 words, one of LFM2-8B-A1B 2.5 and one of Gemma 4 26B-A4B 1.5 with eight tiles for four.
     """
     tile = narrow_tile_for(format, n, k)
     words = k if format in FLOATS else _words(format, k)
     if format == "Q6_K" and words > 1024 and not INTERPRETED:
         return _together(replace(tile, words=256, warps=2), used * cdiv(words, 256), 2)
-    return _together(tile, used * cdiv(words, tile.words), 3 if INTERPRETED else 6)
+    tiles = used * cdiv(words, tile.words)
+    return _together(tile, tiles, 3 if INTERPRETED else 6 if tiles % 8 else 8)
 
 
 def _together(tile: Tile, tiles: int, most: int) -> ExpertTile:
