@@ -7,7 +7,6 @@ QUARREL_TENSOR_PARALLEL   how many devices share a model when nothing else is as
 QUARREL_MEMORY    the memory that a model may take, in bytes (512MiB, 16GB) or as a share of what is free (80%, 0.8)
 QUARREL_KV_CACHE  auto, float16, bfloat16, int8, fp8 or fp8_e5m2: how keys and values are stored if no one asks otherwise
 QUARREL_ATTENTION  auto, own or cudnn: who attends to long prompts on CUDA when nothing else is asked for
-QUARREL_TRIALS    attention-ring: experimental kernels of the Triton backend to turn on, with commas between
 QUARREL_METAL     auto or mlx: mlx takes mx.quantized_matmul for the formats that it holds exactly, to compare with
 QUARREL_CHECK     1 compares every op with its NumPy reference while it runs (slow)
 QUARREL_MODELS    a further folder to look for models in
@@ -31,13 +30,11 @@ COMPUTE = ("auto", "float32", "float16", "bfloat16", "fp8")
 KV_CACHE = ("auto", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2")
 ATTENTION = ("auto", "own", "cudnn")
 METAL = ("auto", "mlx")
-TRIALS = ("attention-ring",)
-"""One that a GPU has found right and faster leaves this list and is always on."""
 LEVELS = ("debug", "info", "warning", "error")
 NAMES = (
     *("QUARREL_BACKEND", "QUARREL_COMPUTE", "QUARREL_THREADS", "QUARREL_TENSOR_PARALLEL", "QUARREL_MEMORY"),
     *("QUARREL_KV_CACHE", "QUARREL_ATTENTION", "QUARREL_METAL", "QUARREL_CHECK", "QUARREL_MODELS", "QUARREL_LOG"),
-    *("QUARREL_PREFILL_KEY", "QUARREL_TRIALS"),
+    "QUARREL_PREFILL_KEY",
 )
 MAX_THREADS = 1024
 MAX_DEVICES = 16
@@ -58,7 +55,6 @@ class Environment:
     attention: str = "auto"
     metal: str = "auto"
     tensor_parallel: int = 1
-    trials: frozenset[str] = frozenset()
     prefill_key: str = field(default="", repr=False)
 
 
@@ -76,7 +72,6 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         kv_cache=_choice(given, "QUARREL_KV_CACHE", KV_CACHE, "auto"),
         attention=_choice(given, "QUARREL_ATTENTION", ATTENTION, "auto"),
         metal=_choice(given, "QUARREL_METAL", METAL, "auto"),
-        trials=frozenset(_choices(given, "QUARREL_TRIALS", TRIALS)),
         check=_choice(given, "QUARREL_CHECK", ("0", "1"), "0") == "1",
         models=None if models is None else _folder(models),
         log=_choice(given, "QUARREL_LOG", LEVELS, LEVELS[0]) if "QUARREL_LOG" in given else None,
@@ -99,13 +94,6 @@ def _choice(given: Mapping[str, str], name: str, allowed: tuple[str, ...], defau
     if value not in allowed:
         raise ConfigError(f"{name} is {value!r}, wanted one of {', '.join(allowed)}")
     return value
-
-
-def _choices(given: Mapping[str, str], name: str, allowed: tuple[str, ...]) -> set[str]:
-    values = {value.strip() for value in given.get(name, "").split(",")} - {""}
-    if wrong := sorted(values.difference(allowed)):
-        raise ConfigError(f"{name} has {wrong[0][:80]!r}, wanted any of {', '.join(allowed)}, with commas between")
-    return values
 
 
 def _count(given: Mapping[str, str], name: str, most: int) -> int | None:

@@ -36,12 +36,10 @@ def test_every_variable_is_read(tmp_path: Path) -> None:
         "QUARREL_KV_CACHE": "int8",
         "QUARREL_ATTENTION": "own",
         "QUARREL_TENSOR_PARALLEL": "2",
-        "QUARREL_TRIALS": "attention-ring,",
     }
     wanted = Environment(
         "cpu", "float32", 3, True, tmp_path, "debug", 0.8,
         kv_cache="int8", attention="own", tensor_parallel=2, prefill_key="secret",
-        trials=frozenset(("attention-ring",)),
     )  # fmt: skip
     assert read_environment(given) == wanted
 

@@ -42,7 +42,6 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as LaidOut
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from quarrel.env import TRIALS
 from quarrel.gguf import GGMLType
 from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec, cap, gated, plain
 from quarrel.ops.adjust import ADJUST, AdjustSpec
@@ -96,7 +95,6 @@ from quarrel.triton_backend.elementwise import post_norm
 from quarrel.triton_backend.formats.table import NATIVE
 from quarrel.triton_backend.formats.weights import META, Blank
 from quarrel.triton_backend.plan import Plan
-from quarrel.triton_backend.runtime import trials
 from quarrel.triton_backend.runtime.arrays import DTYPES, Slot
 from quarrel.triton_backend.runtime.cache import allocate, allocate_state
 from quarrel.triton_backend.runtime.launch import INTERPRETED, Grid, options
@@ -114,8 +112,9 @@ DEEP = Batch(1, 1, 1, True, False, 64, deep=True)
 WHOLE = Batch(512, 1, 1, False, True, 1, ((0, 0, 512),))
 """A prompt that cuDNN would take."""
 MEASURED = {"attend_latent_many": 960, "attend_latent_one": 136, "attend_fixed_many": 96, "up_with_shared": 40}
-"""Bytes of stack of kernels that spill and were measured to be faster so (`attention/latent.py: tiles`,
-`experts/shared.py`), or that spill outside of loops alone: where the result of `attend_fixed_many` goes. `attend_latent_one` had 112 when it was measured."""
+"""Bytes of stack of kernels that spill and were measured to be faster so (`attention/latent.py: tiles`; `experts/shared.py`),
+or that spill outside of loops alone: where the result of `attend_fixed_many` goes. `attend_latent_one` had 112 when it was
+measured."""
 
 
 Place = tuple[int, ...]
@@ -709,7 +708,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--each", type=int, default=1, metavar="N", help="of each kernel, every Nth variant only")
     parser.add_argument("--kv-cache", choices=KV_TYPES, default="auto", help="what is kept of keys and values")
     parser.add_argument("--deterministic", action="store_true", help="what steps run whose rows may not depend on others")
-    parser.add_argument("--unchecked", action="store_true", help="with experimental kernels (QUARREL_TRIALS)")
     parser.add_argument("--fp8", action="store_true", help="what steps run with compute fp8")
     parser.add_argument("--list", action="store_true", help="print the variants without compiling them")
     parser.add_argument("--ptx", metavar="FILE", type=Path, help="write the hash of each variant's PTX; assemble nothing")
@@ -724,7 +722,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--against needs --ptx: where to write the new hashes")
     if INTERPRETED:
         parser.error("TRITON_INTERPRET is set: nothing can be compiled")
-    trials.on.update(TRIALS if args.unchecked else ())
     formats = [GGMLType[f] for f in args.formats.split(",")]
     mode = Mode(args.deterministic, args.kv_cache, args.fp8)
     work = [

@@ -165,6 +165,54 @@ def test_decode_and_prefill_in_one_batch(backend: TritonBackend) -> None:
     assert error_on(backend, ATTENTION, SPEC, inputs, "float32") <= ATTENTION.tolerance["float32"]
 
 
+WIDE = AttentionSpec(4, 2, 256, 0.06)
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        WIDE,
+        AttentionSpec(2, 1, 512, 0.05),
+        AttentionSpec(6, 2, 160, 0.08, cap=10.0),
+        replace(WIDE, window=70, sinks=True),
+        replace(WIDE, window=96, chunked=True),
+    ],
+    ids=["256", "512", "160, cap", "window, sinks", "chunks"],
+)
+@pytest.mark.parametrize("keys", [1, 2, 33, SPLIT, SPLIT + 1, 500])
+def test_one_sequence_of_wide_heads_has_a_program_to_each(
+    backend: TritonBackend, spec: AttentionSpec, keys: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Near the reference, with one split and several, and near the kernel that it stands for."""
+    taken: list[int] = []
+    tile = attention.head_tile
+    monkeypatch.setattr(attention, "head_tile", lambda items, wide: (taken.append(items), tile(items, wide))[1])
+    inputs = batch(spec, [(1, keys)])
+    if spec.sinks:
+        *_, sinks = ATTENTION.make(Case(spec, {"S": 1, "Q": 1, "KV": 0, "block_size": 32}), np.random.default_rng(0))  # type: ignore[misc]
+        inputs = (*inputs, sinks)
+    limit = ATTENTION.tolerance["float16"]
+    assert error_on(backend, ATTENTION, spec, inputs, "float16") <= limit
+    assert taken == [-(-keys // SPLIT)]
+    (one,) = backend.run_op(ATTENTION, spec, inputs, "float16")
+    monkeypatch.setattr(attention, "HEAD_PROGRAMS", 0)
+    (other,) = backend.run_op(ATTENTION, spec, inputs, "float16")
+    np.testing.assert_allclose(one, other, atol=limit * np.abs(other).max())  # type: ignore[arg-type]
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8", "fp8_e5m2"])
+def test_one_sequence_of_wide_heads_over_codes(backend: TritonBackend, kind: KVType) -> None:
+    for spec, keys in (WIDE, 20), (replace(WIDE, cap=20.0), 300):
+        case = Case(spec, {"S": 1, "Q": 1, "KV": keys, "block_size": 32, "kv": KV_TYPES.index(kind)})
+        assert error_of(backend, ATTENTION, case, "float16") <= ATTENTION.tolerance["float16"]
+
+
+def test_which_sequences_have_a_program_to_each_head() -> None:
+    assert [attention.head_tile(items, 256) for items in (1, 2, 8)] == [(16, 4), (32, 8), (32, 8)]
+    assert attention.head_tile(1, 512) == (8, 4)
+
+
 @pytest.mark.parametrize("window", [31, 32, 33, 64])
 def test_window_edges(backend: TritonBackend, window: int) -> None:
     spec = replace(SPEC, window=window)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
+import torch
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.activation import CAP, GatedSpec, cap, gated, plain
@@ -25,6 +26,7 @@ from quarrel.ops.rope import RopeSpec, rope, rotated_by
 from quarrel.ops.state import conv
 from quarrel.ops.step import StepInputs
 from quarrel.triton_backend import fuse
+from quarrel.triton_backend.attention import paged
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.experts import route as router
 from quarrel.triton_backend.plan import Plan
@@ -469,3 +471,33 @@ def test_a_convolution_between_two_gates_is_one_launch_with_the_same_bits(
         assert fused["gated_conv_step"] == decodes
         want = Counter(gated_flat=2, conv_step=1) + Counter(int8x2_rows=1 if single else 0) if decodes else Counter()
         assert apart - fused == want
+
+
+@pytest.mark.parametrize(("style", "dim", "window"), [("neox", 256, 0), ("norm", 256, 24), ("neox", 512, 0)])
+def test_one_sequence_of_wide_heads_rotates_and_appends_itself(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, style: Literal["norm", "neox"], dim: int, window: int
+) -> None:
+    b = Builder()
+    h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, K))
+    q, k, v = (linear(b, h, ref(name, GGMLType.Q4_0, n * dim, K)) for name, n in (("q", 4), ("k", 2), ("v", 2)))
+    cache, turns = b.cache(KVLayer(2, dim)), RopeSpec(style, 4, dim, dim, 1.1)
+    freq = ConstRef("freq", tuple(1000.0 ** (-2.0 * i / dim) for i in range(dim // 2)))
+    q = rope_append(b, RopeAppendSpec(turns, replace(turns, n_heads=2)), q, k, v, freq, cache)
+    y = attention(b, AttentionSpec(4, 2, dim, 0.05, window=window), q, cache)
+    h = linear_add(b, h, y, ref("o", GGMLType.Q8_0, K, 4 * dim))
+    made, found = b.program(hidden=gather_rows(b, h, b.input("out_rows"))), []
+    for programs in (paged.HEAD_PROGRAMS, 0):
+        monkeypatch.setattr(paged, "HEAD_PROGRAMS", programs)
+        step = backend.compile(made, Weights(), LIMITS, "float16")
+        assert isinstance(step, TritonStep)
+        step(batch([(0, 0, 20)], seed=1), "hidden")
+        ran = launches(step)
+        hidden = [step(batch([(0, 20 + i, 1)], seed=3 + i), "hidden").hidden for i in range(13)]
+        (store,) = step._plan.caches
+        found.append((Counter(ran), np.stack(hidden), store.k.clone(), store.v.clone()))
+        step.close()
+    (mine, got, *kept), (theirs, want, *others) = found
+    assert mine["attend_head"] == theirs["attend_one"] == 13
+    assert mine["rope_append_rows"] == theirs["rope_append_rows"] == 0
+    assert rel_error(got, want) < 1e-3
+    assert all(torch.equal(one, other) for one, other in zip(kept, others))

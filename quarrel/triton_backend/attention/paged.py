@@ -148,8 +148,17 @@ def single(one: Tile, wide: int, programs: int) -> Tile:
     return replace(one, warps=8) if wide == 64 or (wide == 128 and programs <= 128) else one
 
 
-HEAD_PROGRAMS, HEAD_WARPS, HEAD_VALUES = 64, 8, 8192
-"""Programs up to which one sequence has `attend_head`, their warps, and the values of a tile."""
+HEAD_PROGRAMS = 64
+"""Programs up to which one sequence with heads of more than 128 values has `attend_head`. On an H200 12 layers of
+Gemma-4-E4B, whose 8 heads have 256 values or 512, take 640 to 652 us for 689, and 726 for 748 behind 600 keys; 6 of Gemma 4
+26B-A4B 498 for 519. Heads of 128 lose: 8 layers of Mistral-7B 442 us for 434, 493 for 469 behind 500 keys and 524 for 474
+behind 1000. Heads of 64 gain 2.5 us in 415 (gpt-oss), which is not worth a kernel more."""
+
+
+def head_tile(items: int, wide: int) -> tuple[int, int]:
+    """Keys of a tile of `attend_head`, and its warps: 4 warps with half as many keys take 640 us for those 652 where a sequence
+    has one split, and 743 for 726 where it has five."""
+    return (4096 // wide, 4) if items == 1 else (8192 // wide, 8)
 
 
 def warps_for(seqs: int, items: int, spec: AttentionSpec, size: int, kind: str) -> Warps | None:
@@ -240,7 +249,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     before = None if by_prompts or site.deterministic else joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
     rotation = None if before is None else _rotation(site, before)
     style = "" if before is None else before.spec.q.style
-    each, head_keys = shape._replace(KV_HEADS=spec.n_heads, SHARE=1), HEAD_VALUES // wide
+    each = shape._replace(KV_HEADS=spec.n_heads, SHARE=1)
     by_cudnn = cudnn.build(site, node)
     by_ring = ring.RingLaunch(site, cache, shape) if ring.declines(site, spec, cache) is None else None
     # Measured on Hopper alone; the interpreter has it too, for the tests.
@@ -278,8 +287,8 @@ def build_attention(site: Site, node: Node) -> Launch:
             own = several | {"BLOCK_M": tile.rows, "W": w}
             values = 2048 // share  # of splits, so many stages of which fit beside the keys
         elif warps and batch.S == 1 and wide > 128 and batch.items * spec.n_heads <= HEAD_PROGRAMS:
-            kernel, programs, count, own = attend_head, spec.n_heads, HEAD_WARPS, {"EACH": each, "BLOCK_N": head_keys}
-            values = 8192
+            keys, count = head_tile(batch.items, wide)
+            kernel, programs, own, values = attend_head, spec.n_heads, {"EACH": each, "BLOCK_N": keys}, 1024 * count
         site.launch(
             kernel, (batch.items, programs), output=output, **given, **common, **own, AT_ONCE=max(1, values // wide),
             FORM=form, warps=count, stages=stages, early=starts_early(site),
