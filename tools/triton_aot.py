@@ -112,8 +112,8 @@ DEEP = Batch(1, 1, 1, True, False, 64, deep=True)
 WHOLE = Batch(512, 1, 1, False, True, 1, ((0, 0, 512),))
 """A prompt that cuDNN would take."""
 MEASURED = {"attend_latent_many": 960, "attend_latent_one": 136, "attend_fixed_many": 96, "up_with_shared": 40}
-"""Bytes of stack of kernels that spill and were measured to be faster so (`attention/latent.py: tiles`; `experts/shared.py`),
-or that spill outside of loops alone: where the result of `attend_fixed_many` goes. `attend_latent_one` had 112 when it was
+"""Bytes of stack of kernels that spill and were measured to be faster so (`attention/latent.py: tiles`, `shared.py`), or
+that spill outside of loops alone: where the result of `attend_fixed_many` goes. `attend_latent_one` had 112 when it was
 measured."""
 
 

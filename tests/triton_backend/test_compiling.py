@@ -204,7 +204,7 @@ def test_names_within_a_constant_are_handed_on_as_constants() -> None:
         f"{path.name}:{node.lineno}"
         for path in folder.rglob("*.py")
         for kernel in ast.walk(ast.parse(path.read_text()))
-        if isinstance(kernel, ast.FunctionDef) and any("jit" in ast.unparse(d) for d in kernel.decorator_list)
+        if isinstance(kernel, ast.FunctionDef) and any("triton.jit" in ast.unparse(d) for d in kernel.decorator_list)
         for node in ast.walk(kernel)
         if isinstance(node, ast.Call)
         if any(isinstance(arg, ast.Attribute) and arg.attr in strings for arg in node.args)

@@ -156,7 +156,7 @@ behind 1000. Heads of 64 gain 2.5 us in 415 (gpt-oss), which is not worth a kern
 
 
 def head_tile(items: int, wide: int) -> tuple[int, int]:
-    """Keys of a tile of `attend_head`, and its warps: 4 warps with half as many keys take 640 us for those 652 where a sequence
+    """Keys of a tile of `attend_head`, and its warps: 4 with half as many keys take 640 us for those 652 where a sequence
     has one split, and 743 for 726 where it has five."""
     return (4096 // wide, 4) if items == 1 else (8192 // wide, 8)
 
