@@ -84,7 +84,7 @@ def test_rows_add_the_splits_of_their_head(splits: int, form: str) -> None:
     launch(
         head_rows, (cdiv(n, rows), heads), y, to, there(given.astype(np.float16)), planes,
         Partial(there(all_sums), there(all_tops), starts), starts, N=n, K=k, HEADS=heads, REST=0, WIDE_REST=1, FORMAT="F16",
-        COMBINES=True, FORM=form, FIRST=True, BN=rows, NB=blocks, warps=warps, early=not INTERPRETED,
+        COMBINES=True, FORM=form, BN=rows, NB=blocks, warps=warps, early=not INTERPRETED,
     )  # fmt: skip
     want = np.einsum("hnk,hk->hn", w.astype(np.float64), x.astype(np.float16).astype(np.float64)).ravel()
     got = y.cpu().numpy().astype(np.float64)

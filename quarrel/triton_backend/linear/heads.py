@@ -42,9 +42,6 @@ VALUES, MOST_ROWS = 8192, 32
 are left as int8x2 are 32, a block of it."""
 A_THREAD = 64
 """Of those, how many a thread has: eight warps for 32 rows of 512 columns, four for half of that."""
-DECODES_FIRST = True
-"""Of instructions behind the wait, by count of a program's, 192 for 376 (512 x 192, Q8_0) and 734 for 951 (256 x 512, Q4_K,
-with splits and int8x2); not timed yet."""
 MOST_ROUNDED = 1024
 """Columns up to which 32 whole rows fit the registers of a program."""
 
@@ -100,7 +97,8 @@ def head_tiles(
 @triton.jit
 def _decoded(v):
     """v itself, when it is there. The assembler would move what decodes it behind the wait, to where it is used; a short
-    sleep that hangs on all of its bits, and never comes but for some of the smallest subnormals, holds it back."""
+    sleep that hangs on all of its bits, and never comes but for some of the smallest subnormals, holds it back: 327 us for
+    334 of six layers of GLM-4.7-Flash on an H200."""
     bits = v.to(tl.int32, bitcast=True)
     return tl.inline_asm_elementwise(_HOLD, _HOLD_ARGUMENTS, [bits], tl.int32, False, 8).to(tl.float32, bitcast=True)
 
@@ -108,8 +106,8 @@ def _decoded(v):
 @triton.jit
 def head_rows(
     y, to, x, w, partial, item_start, N: tl.constexpr, K: tl.constexpr, HEADS: tl.constexpr, REST: tl.constexpr,
-    WIDE_REST: tl.constexpr, FORMAT: tl.constexpr, COMBINES: tl.constexpr, FORM: tl.constexpr, FIRST: tl.constexpr,
-    BN: tl.constexpr, NB: tl.constexpr, PDL: tl.constexpr,
+    WIDE_REST: tl.constexpr, FORMAT: tl.constexpr, COMBINES: tl.constexpr, FORM: tl.constexpr, BN: tl.constexpr,
+    NB: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One token. Grid (rows of a head / BN, heads); NB blocks of 32 columns are at least K.
 
@@ -120,7 +118,6 @@ def head_rows(
     FORM      what is written: y ("plain"), `to` ("int8x2") or "both"
     COMBINES  x is the result of attention, whose splits are in `partial` (a `records.Partial`), from item_start[0] to
               item_start[1]: all programs of a head add them. K is 32 * NB then, and REST is 0.
-    FIRST     weights are decoded before the kernel ahead is over
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -131,7 +128,7 @@ def head_rows(
     stacked = head.to(tl.int64) * N + tl.minimum(row, N - 1)
     low, high = decode_blocks(FORMAT, w, stacked, block, row_ok, K)
     low, high = tl.reshape(low, (BN, NB * 16)), tl.reshape(high, (BN, NB * 16))
-    if _ASM and PDL and FIRST:
+    if _ASM and PDL:
         low, high = _decoded(low), _decoded(high)
     if COMBINES:
         first_item = tl.load(item_start)
@@ -200,7 +197,7 @@ def build_head_linear(site: Site, node: Node, splits: Callable[[], Partial] | No
         site.launch(
             head_rows, (cdiv(spec.n, rows), spec.n_heads), target.tensor, target.tensor if to is None else to, x.tensor,
             weight.planes, partial or Partial(*(x.tensor,) * 3), site.tables.item_start.tensor, **common,
-            COMBINES=partial is not None, FORM=form, FIRST=DECODES_FIRST, BN=rows, NB=wide, warps=warps,
+            COMBINES=partial is not None, FORM=form, BN=rows, NB=wide, warps=warps,
             early=starts_early(site),
         )  # fmt: skip
 
