@@ -108,6 +108,8 @@ kernel here and another there by version and target. A kernel that outgrows its 
 TOKENS = (1, 8, 16, 32, 64, 128, 512, 1024)
 MANY = tuple(Batch(n, n, n, True, False, items) for n, items in ((1, 64), (8, 8), (64, 64), (64, 1024), (128, 128)))
 """Steps of many keys or many sequences, one token each."""
+LONGER = Batch(1, 1, 1, True, False, 16)
+"""One sequence of 5 to 16 splits."""
 DEEP = Batch(1, 1, 1, True, False, 64, deep=True)
 WHOLE = Batch(512, 1, 1, False, True, 1, ((0, 0, 512),))
 """A prompt that cuDNN would take."""
@@ -310,7 +312,7 @@ def record(op: Op, spec: Any, compute: Compute, generation: int, mode: Mode = PL
         decoded_bytes=mode.float8 << 40,
         cudnn_from=0 if mode.deterministic else WHOLE.T,
     )  # type: ignore[arg-type]
-    for batch in (*(Batch(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), *MANY, DEEP, WHOLE):
+    for batch in (*(Batch(tokens, 1, 1, tokens == 1, tokens > 1, 1) for tokens in TOKENS), LONGER, *MANY, DEEP, WHOLE):
         for go in plan.launches:
             go(replace(batch, adjusts=True))
     yield from seen
@@ -512,6 +514,7 @@ EXPERT_BLOCKS = (
     (2880, 32, 4, 2880, 0, "softmax_topk", "oai"),
     (2048, 256, 8, 512, 512, "softmax", "silu", GGMLType.Q4_K, True),
     (2816, 128, 8, 704, 0, "softmax", "gelu_tanh", GGMLType.Q5_0, False, True),
+    (7168, 256, 8, 2048, 2048, "sigmoid", "silu", GGMLType.Q4_K),
 )
 """Width, experts, those used, their width, the shared one's, gate and activation of real models; the type of their weights,
 whether the shared one has a gate, and whether a norm stands before the stream."""

@@ -127,7 +127,7 @@ def one_head_linear(heads: int, n: int, k: int, rest: int, tokens: int) -> dict[
         if tokens == 1:
             launch(
                 head_rows, (cdiv(n, rows), heads), y, y, x, planes, Partial(x, x, x), x, **common, COMBINES=False,
-                FORM="plain", FIRST=True, BN=rows, NB=whole, warps=warps, early=not INTERPRETED,
+                FORM="plain", BN=rows, NB=whole, warps=warps, early=not INTERPRETED,
             )  # fmt: skip
             return
         launch(

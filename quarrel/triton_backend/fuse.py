@@ -4,7 +4,7 @@
     shared    up (and gate) of a shared expert with the activation: one launch, as for an expert that is always chosen;
               gate and up of several rows likewise, as in a dense layer
     normed    a norm added to the stream, with the layer's scale if there is one: one launch, of any rows; of one row with
-              the norm that follows it, as matvecs read that
+              the norm that follows it, as matvecs read that, and with two norms before it whose sum it takes
     rotated   a norm of heads and their rotation: one launch, of any rows
     heads     norms beside each other, of queries, keys and values: one launch, of any rows
     conv      a convolution between two gates, in steps without prompts: one launch
@@ -149,8 +149,8 @@ def _chosen(
     if [nodes[up].op, nodes[down].op] != [EXPERT_UP, EXPERT_DOWN] or source(down, 0) != up:
         return None
     streams, (y,) = [f for f in fusions if down in f.parts], nodes[down].outputs
-    beside = any(nodes[at].op is LINEAR_ADD for at in readers.get(y.id, ()))  # a shared expert
-    if [len(f.parts) for f in streams] != [2] and (streams or beside or y.id in kept):
+    normed = y.id not in kept and all(nodes[at].op is NORM for at in readers.get(y.id, ()))
+    if [len(f.parts) for f in streams] != [2] and (streams or not normed):
         return None
     last, specs = streams[0].last if streams else down, [nodes[up].spec, nodes[down].spec]
     formats = {ref.type for ref in nodes[up].inputs[2 : 3 + specs[0].gated]}  # type: ignore[union-attr]
@@ -176,13 +176,11 @@ def _chosen(
 
 def lifetimes(fusions: Sequence[Fusion], nodes: Sequence[Node]) -> dict[int, int]:
     """Until which node values live, by their id, where that is later than their own readers say."""
-    return {
-        value.id: fusion.last
-        for fusion in fusions
-        for i in fusion.parts
-        for value in nodes[i].inputs
-        if isinstance(value, Value)
-    }
+    until: dict[int, int] = {}
+    for fusion in fusions:
+        read = {v.id for i in fusion.parts for v in nodes[i].inputs if isinstance(v, Value)}
+        until |= {value: max(fusion.last, until.get(value, 0)) for value in read}
+    return until
 
 
 def by_node(fusions: Sequence[Fusion]) -> dict[int, list[Fusion]]:
@@ -541,7 +539,7 @@ def _latent(
     """ATTENTION over compressed keys and the ROPE_APPEND before it, with the norm of what that appends; and of one row the
     HEAD_LINEAR behind it."""
     attends, append = nodes[i], source(i, 0)
-    if not attends.spec.latent or append is None or nodes[append].op is not ROPE_APPEND:
+    if attends.spec.latent < 32 or append is None or nodes[append].op is not ROPE_APPEND:
         return []
     norm = source(append, 2)
     norm = norm if norm is not None and nodes[norm].op is NORM else None

@@ -188,6 +188,9 @@ def test_lifetimes_reach_the_last_node() -> None:
         for i in fusion.parts:
             assert all(until[v.id] >= fusion.last for v in made.nodes[i].inputs if hasattr(v, "dims"))
     assert np.all(np.array(list(until.values())) < len(made.nodes))
+    x = made.nodes[1].inputs[0]
+    one, other = fuse.Fusion({1: None, 9: None}), fuse.Fusion({1: None, 4: None})
+    assert fuse.lifetimes([one, other], made.nodes)[x.id] == 9  # type: ignore[union-attr]
 
 
 def sandwich(kind: Literal["rms", "layer"], after: str, factor: float, keeps: bool = False) -> Program:

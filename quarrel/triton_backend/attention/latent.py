@@ -14,7 +14,8 @@ the split that they belong to, whoever wrote them, so a row's bits are the same 
 they never come back from memory.
 
     bytes      RANK + DIM values a key (1152 for DeepSeek's 512 + 64 in 16 bits), once for each 32 heads
-    registers  a float32 sum of RANK columns a row: 64 a thread for 32 rows of 512 in 8 warps, and for 16 rows in 4
+    registers  a float32 sum of RANK columns a row: 64 a thread for 32 rows of 512 in 8 warps, and for 16 rows in 4; half of
+               that for one sequence, whose 16 rows have 8
 """
 
 from __future__ import annotations

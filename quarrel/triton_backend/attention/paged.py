@@ -148,17 +148,20 @@ def single(one: Tile, wide: int, programs: int) -> Tile:
     return replace(one, warps=8) if wide == 64 or (wide == 128 and programs <= 128) else one
 
 
-HEAD_PROGRAMS = 64
-"""Programs up to which one sequence with heads of more than 128 values has `attend_head`. On an H200 12 layers of
-Gemma-4-E4B, whose 8 heads have 256 values or 512, take 640 to 652 us for 689, and 726 for 748 behind 600 keys; 6 of Gemma 4
-26B-A4B 498 for 519. Heads of 128 lose: 8 layers of Mistral-7B 442 us for 434, 493 for 469 behind 500 keys and 524 for 474
-behind 1000. Heads of 64 gain 2.5 us in 415 (gpt-oss), which is not worth a kernel more."""
+HEAD_PROGRAMS = 128
+"""Programs up to which one sequence with heads of more than 128 values has `attend_head`, by the items of its bucket: up to
+2048 keys of 8 heads. On an H200, in buckets of as many splits as there are, 12 layers of Gemma-4-E4B, whose 8 heads have
+256 values or 512, take 640 us for 689, and 726 for 748 behind 600 keys; 6 of Gemma 4 26B-A4B 498 for 519 (in 8 warps).
+Heads of 128 lose: 8 layers of Mistral-7B 442 us for 434, 493 for 469 behind 500 keys and 524 for 474 behind 1000. Heads
+of 64 gain 2.5 us in 415 (gpt-oss), which is not worth a kernel more."""
+HEAD_ITEMS = 4
+"""The bucket of one sequence with up to so many splits."""
 
 
 def head_tile(items: int, wide: int) -> tuple[int, int]:
-    """Keys of a tile of `attend_head`, and its warps: 4 with half as many keys take 640 us for those 652 where a sequence
-    has one split, and 743 for 726 where it has five."""
-    return (4096 // wide, 4) if items == 1 else (8192 // wide, 8)
+    """Keys of a tile of `attend_head`, and its warps: 4 with half as many keys take 640 us for 652 where a sequence has one
+    split, and 743 for 726 where it has five."""
+    return (4096 // wide, 4) if items <= HEAD_ITEMS else (8192 // wide, 8)
 
 
 def warps_for(seqs: int, items: int, spec: AttentionSpec, size: int, kind: str) -> Warps | None:
@@ -269,22 +272,22 @@ def build_attention(site: Site, node: Node) -> Launch:
         output = Output(out, out if int8x2 is None else int8x2)
         given = {"partial": Partial(part.tensor, top_sum.tensor, arrived.tensor), "q": queries, "rotation": rope}
         given |= {"sequences": sequences(), "item_start": site.tables.item_start.tensor, "ROTATE": rotate}
-        several = {"seqs": batch.S, "EARLY": not batch.prefill}
+        more = {"seqs": batch.S, "EARLY": not batch.prefill}
         if by_ring is not None and ring.serves(batch, spec):
-            by_ring(batch, given | several | {n: common[n] for n in ("cache", "score", "COMPUTE")}, output, sinks, form)
+            by_ring(batch, given | more | {n: common[n] for n in ("cache", "score", "COMPUTE")}, output, sinks, form)
             return
         w = warps_for(batch.S, batch.items, spec, cache.block_size, cache.kind) if warps else None
         tile = one if batch.S < SEVERAL_SEQS else some_seqs if batch.S < MANY_SEQS else many_seqs
         if batch.S == 1 and site.generation == 9:
             tile = single(one, wide, batch.items * spec.n_kv)
         kernel: Any = attend_one
-        programs, count, stages, own = spec.n_kv, tile.warps, 2, several | {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
+        programs, count, stages, own = spec.n_kv, tile.warps, 2, more | {"BLOCK_M": tile.rows, "BLOCK_N": tile.keys}
         values = min(8192, 2048 * count) // share
         if w is not None:
             fits = spec.n_kv % w.heads == 0 and cache.block_size % w.keys == 0
             assert fits, f"{w} for {spec.n_kv} key heads and blocks of {cache.block_size} keys"
             kernel, programs, count, stages = attend_warps, spec.n_kv // w.heads, w.heads, w.stages
-            own = several | {"BLOCK_M": tile.rows, "W": w}
+            own = more | {"BLOCK_M": tile.rows, "W": w}
             values = 2048 // share  # of splits, so many stages of which fit beside the keys
         elif warps and batch.S == 1 and wide > 128 and batch.items * spec.n_heads <= HEAD_PROGRAMS:
             keys, count = head_tile(batch.items, wide)

@@ -15,7 +15,7 @@ class Partial(NamedTuple):
 
     sums: Any  # float32 [items, heads, head_dim], weighted values
     top_sum: Any  # float32 [items, heads, 2], the greatest score times log2(e), and the sum of weights
-    arrived: Any  # int32 [S, n_kv], splits that are done; zero before and after
+    arrived: Any  # int32 [S, n_kv], of `attend_head` [S, heads], splits that are done; zero before and after
 
 
 class Rotation(NamedTuple):

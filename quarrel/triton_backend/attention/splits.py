@@ -22,7 +22,7 @@ MANY_SEQS = 17
 PLACES: tl.constexpr = tl.constexpr(power_of_two(MOST_SPLITS))
 _STEP: tl.constexpr = tl.constexpr(STEP)
 _AT_ONCE: tl.constexpr = tl.constexpr(8)
-"""Splits that are added together where another kernel combines them: 64 take eight rounds of loads. Not timed; it was 4."""
+"""Splits that are added together where another kernel combines them: 64 take eight rounds of loads."""
 
 
 def split_keys(seqs: int) -> int:

@@ -257,6 +257,15 @@ def _normed_part(normed, x, first, K: tl.constexpr, W: tl.constexpr, ROUNDS: tl.
 
 
 @triton.jit
+def _gate_tile(p_gate, normed, column, K: tl.constexpr, NORM: tl.constexpr):
+    """Some columns of a logit's row, with NORM times the norm's gain."""
+    tile = tl.load(p_gate + column, mask=column < K, other=0.0)
+    if NORM:
+        tile *= tl.load(normed.gain + column, mask=column < K, other=0.0)
+    return tile
+
+
+@triton.jit
 def route_one(
     choice, logits, arrived, x, gate, gate_bias, bias, gains, scale, normed, rate, S: tl.constexpr, K: tl.constexpr,
     GATE_BIAS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, W: tl.constexpr, NORM: tl.constexpr, ROUNDS: tl.constexpr,
@@ -281,13 +290,11 @@ def route_one(
     p_gate = gate + mine * K
     if RATED and mine == S.EXPERTS:
         p_gate = rate.gate
+    # More of them do not fit the registers of a warp.
+    MOST: tl.constexpr = K if K < 4 * W else 4 * W
     tiles = ()
-    for start in tl.static_range(0, K, W):
-        ok = start + column < K
-        tile = tl.load(p_gate + start + column, mask=ok, other=0.0)
-        if NORM:
-            tile *= tl.load(normed.gain + start + column, mask=ok, other=0.0)
-        tiles += (tile,)
+    for start in tl.static_range(0, MOST, W):
+        tiles += (_gate_tile(p_gate, normed, start + column, K, NORM),)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -295,7 +302,10 @@ def route_one(
     square = acc
     for start in tl.static_range(0, K, W):
         v = tl.load(x + start + column, mask=start + column < K, other=0.0).to(tl.float32)
-        acc += tiles[start // W] * v
+        if start < MOST:
+            acc += tiles[start // W] * v
+        else:
+            acc += _gate_tile(p_gate, normed, start + column, K, NORM) * v
         if NORM:
             square += v * v
     total = tl.sum(acc, 0)

@@ -35,8 +35,8 @@ from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_earl
 
 _ROWS: tl.constexpr = tl.constexpr(32)
 _UP_WORDS, _UP_WARPS, _UP_REGISTERS = 128, 8, 128
-"""Two programs to a multiprocessor, though 16 to 40 bytes spill: on an H200 1.1 to 1.4 us a layer of Qwen3.6-35B-A3B,
-Granite-4-h-tiny and Nemotron less than with 140 to 146 registers and one."""
+"""Two programs to a multiprocessor, though 16 to 40 bytes spill: on an H200 1.4 us a layer of Qwen3.6-35B-A3B and Nemotron
+less than with 140 to 146 registers and one, and 1 to 3 of Granite-4-h-tiny."""
 _DOWN_ROWS, _DOWN_WORDS = 2, 512
 _SHORT_WORDS, _MOST_SHORT = 128, 24
 """Of the chosen experts' rows down, in so many tiles at most: 3.5 us a layer of Nemotron with one warp for two or four."""

@@ -78,13 +78,16 @@ def _build_apart(site: Site, maps: Maps) -> Serves:
         parts.append(three)
         alike = alike[len(three) :]
     launches = [
-        ByRows(site, replace(maps, ys=ys, weights=weights, biases=biases, matvec=None), WITHOUT_COPIES)
+        ByRows(site, replace(maps, ys=ys, weights=weights, biases=biases, norm=None, matvec=None), WITHOUT_COPIES)
         for ys, weights, biases in (
             [[of[i] for i in part] for of in (maps.ys, maps.weights, maps.biases)] for part in parts
         )
     ]
 
     def run(batch: Batch) -> None:
+        count = batch.count(maps.axis)
+        if maps.norm is not None and not all(launch.serving(count).norms for launch in launches):
+            maps.norm(batch)
         for launch in launches:
             launch(batch)
 
