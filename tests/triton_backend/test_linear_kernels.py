@@ -226,7 +226,7 @@ def test_maps_that_no_launch_computes_together_go_three_at_a_time_and_one_by_one
         norm=lambda batch: normed.append(0), arrange=arrange,
     )  # fmt: skip
     by_rows = ByRows(site, four)
-    assert by_rows.describe().startswith("exact tiles 1, apart 2 to 128,")
+    assert by_rows.describe().startswith("exact tiles 1, separate launches 2 to 128,")
     by_rows(batch(8))
     assert [name for name, *_ in site.launched] == ["rows_three", "rows_one"]
     assert normed == [8, 8]  # each puts the norm where it reads it
@@ -234,7 +234,7 @@ def test_maps_that_no_launch_computes_together_go_three_at_a_time_and_one_by_one
     biased = replace(four, weights=four.weights[:3], ys=four.ys[:3], biases=[None, EMPTY, None])  # type: ignore[arg-type]
     ByRows(site, biased)(batch(8))
     assert [name for name, *_ in site.launched] == ["rows_one"] * 3
-    assert ByRows(Recorder(deterministic=True, generation=8), four).describe() == "apart from 1 rows"
+    assert ByRows(Recorder(deterministic=True, generation=8), four).describe() == "separate launches from 1 rows"
 
 
 def test_rows_that_are_no_whole_super_blocks_take_mma_where_it_is_faster() -> None:

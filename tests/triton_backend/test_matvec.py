@@ -185,7 +185,7 @@ def test_a_norm_leaves_its_row_as_int8x2() -> None:
     library = "dequantize, then the library's matmul"
     tiles = "matmul 2 to 128" if INTERPRETED else "mma 2 to 32, matmul 33 to 128"
     assert plan.described[1].describe() == f"matvec 1, {tiles}, {library} from 129 rows"
-    names = ["e4m3", "invariant ring", "ring", "mma", "wgmma", "apart", "float32 rows"]
+    names = ["e4m3", "invariant ring", "ring", "mma", "wgmma", "separate launches", "float32 rows"]
     assert [why.split(":")[0] for why in plan.described[1].declined] == [n for n in names if INTERPRETED or n != "mma"]
     square = (rows.astype(np.float64) ** 2).mean()
     normed = rows / np.sqrt(square + 1e-5) * given["gain"].dense()

@@ -63,20 +63,20 @@ class ByRows:
         return ", ".join(parts) + " rows"
 
 
-def _declines_apart(site: Site, maps: Maps) -> str | None:
+def _declines_separate(site: Site, maps: Maps) -> str | None:
     """Takes maps that are too many for one launch, or of which some have a bias."""
     return "one launch computes them" if maps.together() is None else matmul.declines_weights(site, maps.weights)
 
 
-def _build_apart(site: Site, maps: Maps) -> Serves:
+def _build_separate(site: Site, maps: Maps) -> Serves:
     """Three at a time and one by one, each by whoever takes those: four maps of a gated delta net are two launches."""
     biased = [b is not None for b in maps.biases]
     alike = sorted(range(len(biased)), key=lambda i: (biased[i], maps.weights[i].format in FLOATS))
     parts: list[list[int]] = []
     while alike:
-        three = alike[:3] if len({biased[i] for i in alike[:3]}) == 1 and len(alike) >= 3 else alike[:1]
-        parts.append(three)
-        alike = alike[len(three) :]
+        count = 3 if len(alike) >= 3 and biased[alike[0]] == biased[alike[2]] else 1
+        parts.append(alike[:count])
+        alike = alike[count:]
     launches = [
         ByRows(site, replace(maps, ys=ys, weights=weights, biases=biases, norm=None, matvec=None), WITHOUT_COPIES)
         for ys, weights, biases in (
@@ -101,7 +101,7 @@ KERNELS: tuple[Kernel[Maps, Serves], ...] = (
     Kernel("ring", ring.declines, ring.build),
     Kernel("mma", mma.declines, mma.build),
     Kernel("wgmma", wgmma.declines, wgmma.build),
-    Kernel("apart", _declines_apart, _build_apart),
+    Kernel("separate launches", _declines_separate, _build_separate),
     Kernel("matmul", matmul.declines, matmul.build),
     Kernel("dequantize, then the library's matmul", dequant_matmul.declines, dequant_matmul.build),
     Kernel("float32 rows", narrow.declines, narrow.build),

@@ -102,36 +102,46 @@ def conv_state(
 
 
 @triton.jit
-def conv_step(
-    y, x, weight, bias, sequences, state_slots, state, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
-    KIND: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """`conv_rows` and `conv_state` of the sequences with one new token. Grid (C / BC, sequences).
-
-    A thread has all of its channels' rows before it writes any, so one launch does both.
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    seq = tl.program_id(1)
+def conv_before(channel, weight, bias, sequences, state_slots, state, seq, C: tl.constexpr, W: tl.constexpr):
+    """What the rows before a sequence's one new token add to some channels of the convolution: the token's row, where its
+    channels' state lies, which channels have a token and which of those a state, the sum, and the new row's tap."""
     row = tl.load(sequences.query_start + seq).to(tl.int64)
     single = tl.load(sequences.query_start + seq + 1) - row == 1
     past = tl.load(sequences.kv_len + seq) - 1
     slot = tl.load(state_slots + seq).to(tl.int64)
-    channel = tl.program_id(0) * BC + tl.arange(0, BC)
     ok = (channel < C) & (row * 0 + single + 0 * channel > 0)
     known = ok & (past + 0 * channel > 0)
     acc = tl.load(bias + channel, mask=ok, other=0.0)
     p_state = state + slot * (W - 1) * C + channel
     for j in tl.static_range(W - 1):
         acc += tl.load(p_state + j * C, mask=known, other=0.0) * tl.load(weight + channel * W + j, mask=ok, other=0.0)
-    tap = tl.load(weight + channel * W + W - 1, mask=ok, other=0.0)
+    return row, p_state, ok, known, acc, tl.load(weight + channel * W + W - 1, mask=ok, other=0.0)
+
+
+@triton.jit
+def conv_renew(p_state, new, ok, known, C: tl.constexpr, W: tl.constexpr):
+    """Moves the rows of some channels up by one. A thread has all of its channels' rows before it writes any."""
+    for j in tl.static_range(W - 2):
+        tl.store(p_state + j * C, tl.load(p_state + (j + 1) * C, mask=known, other=0.0), mask=ok)
+    tl.store(p_state + (W - 2) * C, new, mask=ok)
+
+
+@triton.jit
+def conv_step(
+    y, x, weight, bias, sequences, state_slots, state, C: tl.constexpr, W: tl.constexpr, BC: tl.constexpr,
+    KIND: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`conv_rows` and `conv_state` of the sequences with one new token, in one launch. Grid (C / BC, sequences)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    channel = tl.program_id(0) * BC + tl.arange(0, BC)
+    seq = tl.program_id(1)
+    row, p_state, ok, known, acc, tap = conv_before(channel, weight, bias, sequences, state_slots, state, seq, C, W)
     if PDL:
         tl.extra.cuda.gdc_wait()
     new = tl.load(x + row * C + channel, mask=ok, other=0.0).to(tl.float32)
     tl.store(y + row * C + channel, activate(acc + new * tap, KIND).to(y.dtype.element_ty), mask=ok)
-    for j in tl.static_range(W - 2):
-        tl.store(p_state + j * C, tl.load(p_state + (j + 1) * C, mask=known, other=0.0), mask=ok)
-    tl.store(p_state + (W - 2) * C, new, mask=ok)
+    conv_renew(p_state, new, ok, known, C, W)
 
 
 @triton.jit

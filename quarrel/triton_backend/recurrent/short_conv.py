@@ -15,7 +15,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.state import ConvSpec
 from quarrel.triton_backend.elementwise.activation import activate
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
-from quarrel.triton_backend.recurrent.conv_scan2 import conv_weights
+from quarrel.triton_backend.recurrent.conv_scan2 import conv_before, conv_renew, conv_weights
 from quarrel.triton_backend.recurrent.records import Stored
 from quarrel.triton_backend.runtime.launch import cdiv
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
@@ -38,20 +38,10 @@ def gated_conv_step(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    seq = tl.program_id(1)
-    row = tl.load(sequences.query_start + seq).to(tl.int64)
-    single = tl.load(sequences.query_start + seq + 1) - row == 1
-    past = tl.load(sequences.kv_len + seq) - 1
-    slot = tl.load(state_slots + seq).to(tl.int64)
     block = tl.program_id(0) * B + tl.arange(0, B)
     channel = block[:, None, None] * 32 + tl.arange(0, 2)[None, :, None] * 16 + tl.arange(0, 16)[None, None, :]
-    ok = (channel < C) & (row * 0 + single + 0 * channel > 0)
-    known = ok & (past + 0 * channel > 0)
-    acc = tl.load(bias + channel, mask=ok, other=0.0)
-    p_state = state + slot * (W - 1) * C + channel
-    for j in tl.static_range(W - 1):
-        acc += tl.load(p_state + j * C, mask=known, other=0.0) * tl.load(weight + channel * W + j, mask=ok, other=0.0)
-    tap = tl.load(weight + channel * W + W - 1, mask=ok, other=0.0)
+    seq = tl.program_id(1)
+    row, p_state, ok, known, acc, tap = conv_before(channel, weight, bias, sequences, state_slots, state, seq, C, W)
     if PDL:
         tl.extra.cuda.gdc_wait()
     at = row * C + channel
@@ -63,9 +53,7 @@ def gated_conv_step(
         tl.store(y + at, value, mask=ok)
     if FORM != "plain":
         store_int8x2(to, value.to(tl.float32), block, block < C // 32, C)
-    for j in tl.static_range(W - 2):
-        tl.store(p_state + j * C, tl.load(p_state + (j + 1) * C, mask=known, other=0.0), mask=ok)
-    tl.store(p_state + (W - 2) * C, new, mask=ok)
+    conv_renew(p_state, new, ok, known, C, W)
 
 
 @dataclass(frozen=True)
