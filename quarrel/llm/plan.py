@@ -19,7 +19,7 @@ from quarrel.models import EncoderSpec, ModelSpec, assemble, read_spec
 from quarrel.ops.host import ComputesParts, HostExperts, computing_parts
 from quarrel.ops.program import Program
 from quarrel.ops.registry import backend as backend_named
-from quarrel.ops.step import Backend
+from quarrel.ops.step import Backend, CopiesWeights
 from quarrel.ops.windows import by_window_if_smaller, with_window_groups
 
 
@@ -66,6 +66,9 @@ def plan_model(opened: Opened) -> Planned:
         if opened.eyes is not None:
             n_ctx = options.n_ctx or min(opened.spec.context_length, DEFAULT_CONTEXT)
             taken = opened.eyes.nbytes(n_ctx, keeps_rows=backend.name == "triton")
+            device = replace(device, free=device.free - taken, budget=device.budget - taken)
+        if isinstance(backend, CopiesWeights):
+            taken = backend.copies_bytes(program, options.compute) // opened.devices
             device = replace(device, free=device.free - taken, budget=device.budget - taken)
         if options.draft is not None:
             draft = (plan_block if options.draft == MTP else plan_draft)(opened, program, device)

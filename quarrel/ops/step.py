@@ -412,6 +412,14 @@ class KeepsStates(Protocol):
 
 
 @runtime_checkable
+class CopiesWeights(Protocol):
+    """A backend some of whose kernels read parts of weights in another order."""
+
+    def copies_bytes(self, program: Program, compute: ComputeChoice) -> int:
+        """What it keeps of the program's weights beside them, in its memory."""
+
+
+@runtime_checkable
 class KeepsRows(Protocol):
     """A step of a tower whose rows can stay on its device, which other steps of the same backend read them from."""
 

@@ -31,7 +31,7 @@ from quarrel.triton_backend.experts import matvec as expert_matvec
 from quarrel.triton_backend.experts.host import is_hosted, on_host, pools_of
 from quarrel.triton_backend.formats.weights import META, Blank, Weights, device_bytes
 from quarrel.triton_backend.inputs import ADDED, InputBuffer, most_items
-from quarrel.triton_backend.linear import heads, lora, matvec
+from quarrel.triton_backend.linear import heads, lora, matvec, ring
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.recurrent import conv_scan2, delta, delta_step, mamba2_step, scan1
 from quarrel.triton_backend.runtime.arrays import DTYPES
@@ -131,6 +131,11 @@ class TritonBackend:
         """See `ops.host.HostsExperts`."""
         return device_bytes(refs, compute)
 
+    def copies_bytes(self, program: Program, compute: ComputeChoice) -> int:
+        """See `ops.step.CopiesWeights`."""
+        arithmetic = self.compute_of(compute)
+        return ring.copies_bytes(weights_of(program.nodes), arithmetic, self._generation())
+
     def compile(
         self,
         program: Program,
@@ -153,7 +158,9 @@ class TritonBackend:
         choices = on_host(chosen, self._host, weights, limits, arithmetic, device)
         refs = weights_of(c.node for c in choices if not is_hosted(c))
         self._check_memory(
-            device_bytes(refs, arithmetic) + sum(pool.nbytes for pool in pools_of(choices)),
+            device_bytes(refs, arithmetic)
+            + sum(pool.nbytes for pool in pools_of(choices))
+            + ring.copies_bytes(refs, arithmetic, self._generation()),
             cache_bytes(program.caches, limits.n_blocks, limits.block_size, limits.kv_cache, DTYPES[arithmetic]),
         )
         make = partial(self._plan, program, choices, limits, arithmetic, compute == "fp8")
@@ -198,10 +205,9 @@ class TritonBackend:
             "R": min(limits.max_seqs, limits.max_tokens),
             "items": most_items(limits),
         }
-        generation = 0 if INTERPRETED else torch.cuda.get_device_capability()[0]
         plan = Plan(
             choices, slots, kept, rows, weights, caches, states, inputs.tables, arithmetic, device, launcher,
-            deterministic=limits.deterministic, generation=generation, float8=float8, group=self._group,
+            deterministic=limits.deterministic, generation=self._generation(), float8=float8, group=self._group,
             decoded_bytes=limits.decoded_bytes,
             cudnn_from=0 if limits.deterministic else self._cudnn_from(choices, limits),
         )  # fmt: skip
@@ -217,6 +223,10 @@ class TritonBackend:
         """One op on concrete host arrays; caches are consumed and returned."""
         self._need_device()
         return run_op.run_op(REGISTRY, self._torch_device(), op, spec, inputs, self.compute_of(compute))
+
+    def _generation(self) -> int:
+        """Major compute capability; 0 in the interpreter."""
+        return 0 if INTERPRETED else torch.cuda.get_device_capability()[0]
 
     def _torch_device(self) -> torch.device:
         return torch.device("cpu") if INTERPRETED else torch.device("cuda", torch.cuda.current_device())

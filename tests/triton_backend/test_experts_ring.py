@@ -11,12 +11,13 @@ import torch
 
 from quarrel.gguf import GGMLType
 from quarrel.ops import draw
-from quarrel.ops.contract import Compute
+from quarrel.ops.contract import Compute, WeightRef
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.experts import ring
 from quarrel.triton_backend.experts.maps import ExpertMaps
 from quarrel.triton_backend.formats.pack import blank, put
 from quarrel.triton_backend.formats.table import RING
+from quarrel.triton_backend.formats.weights import META
 from quarrel.triton_backend.linear import ring as linear_ring
 from quarrel.triton_backend.linear.ring import Cut
 from quarrel.triton_backend.runtime.arrays import Packed, Planes
@@ -106,22 +107,58 @@ def test_which_stacks_it_takes(site: Any, format: str, k: int, taken: bool, monk
 
 
 @pytest.mark.parametrize(
-    ("type", "k", "each", "cut"),
+    ("type", "n", "k", "experts", "each", "cut"),
     [
-        (GGMLType.Q4_K, 1536, 1.0, Cut(8, 2, 8, 2)),  # long stages
-        (GGMLType.Q4_K, 1536, 8.0, Cut(16, 2)),
-        (GGMLType.Q6_K, 1536, 1.0, Cut(8, 2)),
-        (GGMLType.Q5_0, 2688, 1.0, Cut(8, 3, 4)),  # scales that consumers load themselves
-        (GGMLType.Q8_0, 2048, 1.0, Cut(8, 2)),
-        (GGMLType.MXFP4, 2880, 4.0, Cut(8, 3, 4)),
-        (GGMLType.MXFP4, 2880, 16.0, Cut(32, 2)),
-        (GGMLType.MXFP4, 2880, 64.0, Cut(64, 1)),
+        (GGMLType.MXFP4, 2880, 2880, 32, 4.0, Cut(8, 3, 4)),
+        (GGMLType.Q5_0, 1856, 2688, 128, 1.5, Cut(8, 3, 4)),
+        (GGMLType.Q4_K, 1536, 512, 64, 3.0, Cut(8, 3, 4)),
+        # Smaller tiles would have a second turn for a few units.
+        (GGMLType.Q4_K, 4096, 14336, 8, 2.0, Cut(8, 2, 8, 2)),
+        (GGMLType.Q4_K, 4096, 14336, 8, 8.0, Cut(16, 2, 8, 2)),
+        (GGMLType.Q6_K, 4096, 14336, 8, 8.0, Cut(16, 1, 8, 2)),
+        (GGMLType.MXFP4, 2880, 2880, 32, 16.0, Cut(32, 2)),
+        (GGMLType.MXFP4, 2880, 2880, 32, 64.0, Cut(64, 1)),
     ],
 )
-def test_how_products_are_cut(type: GGMLType, k: int, each: float, cut: Cut) -> None:
-    site: Any = Site()
-    made = linear_ring.Product(site, [packed(type, 64, k)], 64, "none", ())
-    assert ring.cut_of(made, each) == cut
+def test_how_products_are_cut(
+    type: GGMLType, n: int, k: int, experts: int, each: float, cut: Cut, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear_ring.Product, "multiprocessors", 132)
+    made = linear_ring.Product(Site(), [blank(type, experts * n, k, META)], n, "none", ())  # type: ignore[arg-type]
+    assert ring.cut_of(made, each, experts) == cut
+
+
+@pytest.mark.parametrize(
+    ("type", "k", "lying"),
+    [
+        (GGMLType.Q4_K, 4096, ("top",)),
+        (GGMLType.Q6_K, 4096, ("top",)),
+        (GGMLType.Q8_0, 2048, ()),
+        (GGMLType.Q8_0, 1856, ("scale",)),
+        (GGMLType.Q5_0, 2688, ("scale",)),
+        (GGMLType.Q5_0, 1856, ("scale", "bits")),
+        (GGMLType.MXFP4, 2880, ("scale",)),
+        (GGMLType.MXFP4, 4096, ("scale",)),
+    ],
+)
+def test_what_lies_across(type: GGMLType, k: int, lying: tuple[str, ...]) -> None:
+    weight = packed(type, 40, k)
+    made = linear_ring.Matrices.of(weight)
+    assert made is linear_ring.Matrices.of(weight)  # copied once, whoever reads it
+    _, scale, bits, top = (tile.base for tile in made.descriptors(32))
+    planes = {"scale": (scale, weight.planes.scale), "bits": (bits, weight.planes.bits), "top": (top, weight.planes.top)}
+    for name in lying:
+        tile, plane = planes[name]
+        want = plane.reshape(40, -1).view(torch.uint8)
+        if name == "top" and type is GGMLType.Q6_K:
+            want = want.view(torch.int16).to(torch.int32).view(torch.uint8)
+        size = tile.element_size()
+        got = tile.view(torch.int32 if size == 4 else torch.int16 if size == 2 else torch.uint8).T.contiguous()
+        np.testing.assert_array_equal(got.view(torch.uint8).numpy(), want.numpy())
+        assert tile.stride(0) * size % 16 == 0
+    room = sum(tile.untyped_storage().nbytes() for tile, plane in planes.values() if tile.shape[1] == 40)
+    assert room == linear_ring.across_bytes(type, 40, k)
+    assert (scale.shape[1] == 40) is ("scale" in lying)
 
 
 @pytest.mark.parametrize("type", [GGMLType[name] for name in RING])
@@ -151,3 +188,15 @@ def test_explain_says_which_kernels_multiply(backend: TritonBackend) -> None:
     assert up.implementation.endswith("exact tiles")
     assert "grouped: needs 16-bit arithmetic, got float32" in up.declined
     step.close()
+
+
+def test_what_is_copied_is_planned_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_ring, "INTERPRETED", False)
+    refs = [
+        WeightRef("a", GGMLType.Q4_K, 64, 512),
+        WeightRef("b", GGMLType.MXFP4, 30, 96),
+        WeightRef("c", GGMLType.F16, 64, 512),
+    ]
+    # Two words to a super-block and row; one byte to a block, in rows of 32.
+    assert linear_ring.copies_bytes(refs, "float16", 9) == 64 * 2 * 4 + 32 * 3
+    assert linear_ring.copies_bytes(refs, "bfloat16", 9) == linear_ring.copies_bytes(refs, "float16", 12) == 0

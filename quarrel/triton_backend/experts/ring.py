@@ -7,6 +7,8 @@ not bytes.
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -84,19 +86,37 @@ def gather_by_expert(
             tl.store(p + 2, tl.minimum(count - j * BT, BT), mask=more)
 
 
-def cut_of(product: Product, each: float) -> Cut:
+_CUTS = ((3, 4, 1), (4, 4, 1), (2, 8, 1))
+"""Programs to a multiprocessor, warps and super-blocks to a stage, for items of few rows."""
+_LONG = {"Q4_K": ((2, 8, 2), (3, 4, 2)), "Q6_K": ((1, 8, 2), (3, 4, 1))}
+"""The same for formats that gain from long stages, with rows of `_LONG_ROWS` columns or more."""
+_LONG_ROWS = 1024
+
+
+def cut_of(product: Product, each: float, experts: int) -> Cut:
     """For so many pairs an expert on average.
 
-    With items of 8 rows, steps of cut models on an H200 (2026-11-27). Where warps load scales themselves, four of them in
-    three programs: Nemotron x32 1,295 us for 1,351 (in four programs 1,331, x8 778 for 803), gpt-oss x32 975 for 984. In
-    Q4_K stages of 512 columns: Granite-4-h-tiny x32 765 for 781, Mixtral x8 984 for 1,002. Neither gains with more rows.
+    Programs that share a multiprocessor share its bandwidth, so a launch takes as long as the units that one of them has in
+    turn, times warps and programs. us of one product with 8 / 32 tokens on an H200 (2026-11-29):
+
+    | | 3 programs of 4 warps | 4 of 4 | 2 of 8 | 2 of 8, long stages |
+    |---|---|---|---|---|
+    | gpt-oss, down | 26.6 / 45.1 | 33.0 / 45.4 | 34.1 / 45.9 | 32.3 / 44.6 |
+    | Nemotron, up | 41.7 / 77.0 | 39.3 / 78.7 | 41.6 / 83.4 | 41.4 / 84.6 |
+    | Granite-4-h-tiny, down in Q6_K | 9.6 / 13.5 | 10.8 / 14.4 | 11.4 / 14.9 | 12.1 / 15.7 |
+    | Mixtral, down in Q4_K | 89.5 / 103.1 | 69.1 / 76.4 | 70.6 / 75.9 | 63.4 / 72.0 |
     """
     width = next((w for w in WIDTHS if w >= 1.5 * each), WIDTHS[-1])
-    if width == WIDTHS[0] and not product.copied:
-        return Cut(width, 3, 4)
-    if width == WIDTHS[0] and product.format == "Q4_K":
-        return Cut(width, 2, span=2)
-    return Cut.of(width)
+    if width > 16:
+        return Cut.of(width)
+    items = experts * (1 - math.exp(-each))  # of experts that are chosen evenly
+
+    def time(cut: Cut) -> int:
+        in_turn = cdiv(round(items * product.tiles(cut)), cut.residents * product.multiprocessors)
+        return in_turn * cut.residents * cut.warps
+
+    kinds = _LONG.get(product.format, _CUTS) if product.k >= _LONG_ROWS else _CUTS
+    return min((Cut(width, *kind) for kind in kinds), key=time)
 
 
 def declines(site: Site, maps: ExpertMaps) -> str | None:
@@ -130,7 +150,7 @@ class Ring:
     ) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""
         site, each, product = self._site, pairs / self._experts, self._product
-        cut = cut_of(product, each)
+        cut = cut_of(product, each, self._experts)
         width = cut.width
         rows, items = self._rows.tensor, self._items.tensor
         site.launch(

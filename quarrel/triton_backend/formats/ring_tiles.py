@@ -10,7 +10,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from quarrel.triton_backend.formats.table import byte_scales, format_of, tops, word_columns
+from quarrel.triton_backend.formats.table import format_of, word_columns
 
 
 @gluon.constexpr_function
@@ -59,6 +59,22 @@ def _entries_layout(T, GATED, PLANES, EACH):
         [[first << i, 0] for i in range(T.bit_length() - 1)],
         [],
         [16 * T, 8 * EACH],
+    )
+
+
+@gluon.constexpr_function
+def _across_layout(T, GATED, PLANES, B):
+    """`[B, 16 T]`, or `[2 B, 8 T]` of gate and up: of each row of a lane, entries of blocks t and t + 4, or the only one."""
+    other = [B, 0] if GATED else [0, 8]
+    first = 8 if GATED else 16
+    rows = [[0, 1], [0, 2], [0, 4]] if PLANES == 2 else [[0, 4], [0, 1], [0, 2]]
+    blocks = [[1, 0], [2, 0]] if B == 8 else [[0, 0], [0, 0]]
+    return gl.DistributedLinearLayout(
+        [other] + ([[4, 0]] if B == 8 else []),
+        [*blocks, *rows],
+        [[0, first << i] for i in range(T.bit_length() - 1)],
+        [],
+        [2 * B, 8 * T] if GATED else [B, 16 * T],
     )
 
 
@@ -132,13 +148,44 @@ def signed_bytes(tile, T: gl.constexpr, GATED: gl.constexpr):
 
 
 @gluon.jit
-def entries(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr):
-    """One entry a block `[16 T, 8]`: of blocks t, and of blocks t + 4."""
+def _of_blocks(v, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr):
+    """Entries `[16 T, 8]` of a tile's rows: of blocks t, and of blocks t + 4."""
     F: gl.constexpr = gl.SliceLayout(2, words_layout(T))
-    v = gl.reshape(tile.load(_entries_layout(T, GATED, PLANES, 1)), [16 * T, 8, 1])
-    v = gl.reshape(in_product_order(v, T, GATED, PLANES, 8, 1), [16 * T, 2, 4])
+    v = gl.reshape(in_product_order(gl.reshape(v, [16 * T, 8, 1]), T, GATED, PLANES, 8, 1), [16 * T, 2, 4])
     a, b = gl.split(gl.permute(v, (0, 2, 1)))
     return gl.convert_layout(a, F, assert_trivial=True), gl.convert_layout(b, F, assert_trivial=True)
+
+
+@gluon.jit
+def entries(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr):
+    """One entry a block `[16 T, 8]`: of blocks t, and of blocks t + 4."""
+    return _of_blocks(tile.load(_entries_layout(T, GATED, PLANES, 1)), T, GATED, PLANES)
+
+
+@gluon.jit
+def _across(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr, B: gl.constexpr):
+    """`[16 T, B]` of a tile `[B, 16 T]`, or `[2 B, 8 T]` of gate and up."""
+    v = tile.load(_across_layout(T, GATED, PLANES, B))
+    if GATED:
+        v = gl.reshape(gl.permute(gl.reshape(v, [2, B, 8 * T]), (0, 2, 1)), [16 * T, B])
+    else:
+        v = gl.permute(v, (1, 0))
+    return v
+
+
+@gluon.jit
+def entries_across(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr):
+    """`entries` of a tile that lies across."""
+    return _of_blocks(_across(tile, T, GATED, PLANES, 8), T, GATED, PLANES)
+
+
+@gluon.jit
+def tops_across(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr):
+    """The scales of super-blocks beside those of their blocks, `[16 T, 4]`."""
+    v = gl.reshape(_across(tile, T, GATED, PLANES, 1), [16 * T, 1, 1])
+    v = gl.reshape(in_product_order(v, T, GATED, PLANES, 1, 1), [16 * T])
+    v = gl.convert_layout(v, gl.SliceLayout(1, gl.SliceLayout(2, words_layout(T))), assert_trivial=True)
+    return v[:, None].broadcast_to([16 * T, 4])
 
 
 @gluon.jit
@@ -159,45 +206,9 @@ def double_entries(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.conste
 
 
 @gluon.jit
-def load_scales(FORMAT: gl.constexpr, p_scale, row, ok, step, K: gl.constexpr, T: gl.constexpr):
-    """Scales of blocks t and t + 4 from memory, where a row of them is no whole number of 16 bytes. `row` [16 T]."""
-    F: gl.constexpr = gl.SliceLayout(2, words_layout(T))
-    block = step * 8 + gl.arange(0, 4, gl.SliceLayout(0, F))[None, :]
-    at = row[:, None] * (K // 32) + block
-    if not byte_scales(FORMAT):
-        p_scale = p_scale.to(gl.pointer_type(gl.int16))
-    s0 = gl.load(p_scale + at, mask=ok[:, None] & (block < K // 32), other=0).to(gl.int16)
-    s1 = gl.load(p_scale + at + 4, mask=ok[:, None] & (block + 4 < K // 32), other=0).to(gl.int16)
-    return s0, s1
-
-
-@gluon.jit
-def load_bits(p_bits, row, ok, step, K: gl.constexpr, T: gl.constexpr):
-    """Words of upper bits of blocks t and t + 4 from memory, one to a block, where rows cannot be copied."""
-    F: gl.constexpr = gl.SliceLayout(2, words_layout(T))
-    block = step * 8 + gl.arange(0, 4, gl.SliceLayout(0, F))[None, :]
-    p = p_bits.to(gl.pointer_type(gl.int32)) + row[:, None] * (K // 32) + block
-    b0 = gl.load(p, mask=ok[:, None] & (block < K // 32), other=0)
-    b1 = gl.load(p + 4, mask=ok[:, None] & (block + 4 < K // 32), other=0)
-    return b0, b1
-
-
-@gluon.jit
-def load_top(FORMAT: gl.constexpr, p_top, row, ok, step, K: gl.constexpr):
-    """The super-block's scales of 256 columns, `[16 T]`; nothing where a format has none."""
-    if tops(FORMAT) == 2:
-        t = gl.load(p_top.to(gl.pointer_type(gl.int32)) + row * (K // 256) + step, mask=ok, other=0)
-    elif tops(FORMAT) == 1:
-        t = gl.load(p_top.to(gl.pointer_type(gl.int16)) + row * (K // 256) + step, mask=ok, other=0).to(gl.int32)
-    else:
-        t = ok.to(gl.int32)
-    return t
-
-
-@gluon.jit
-def factors(FORMAT: gl.constexpr, s, t, down, T: gl.constexpr):
-    """What `decode` multiplies by and adds, of scales `s` [16 T, 4] and `t` [16 T]; `down` is 2^-shift. Four words."""
-    return format_of(FORMAT).ring.factors(FORMAT, s, t[:, None].broadcast_to([16 * T, 4]), down)
+def factors(FORMAT: gl.constexpr, s, t, down):
+    """What `decode` multiplies by and adds, of scales `s` and `t` [16 T, 4]; `down` is 2^-shift. Four words."""
+    return format_of(FORMAT).ring.factors(FORMAT, s, t, down)
 
 
 @gluon.jit

@@ -6,16 +6,19 @@ to a few hundred rows. Parts of K meet in float32 scratch, where `add_parts` add
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from quarrel.gguf import GGMLType
+from quarrel.ops.contract import Compute, WeightRef
 from quarrel.triton_backend.elementwise import ring_x
 from quarrel.triton_backend.formats.pack import ROWS_BESIDE
-from quarrel.triton_backend.formats.table import RING, by_name
+from quarrel.triton_backend.formats.table import NATIVE, RING, by_name
+from quarrel.triton_backend.formats.weights import stored_as
 from quarrel.triton_backend.linear import mma
 from quarrel.triton_backend.linear.maps import Maps, Serves
 from quarrel.triton_backend.linear.matmul import Epilogue
@@ -123,9 +126,14 @@ class Rows(NamedTuple):
 
 def declines_device(site: Site) -> str | None:
     """Why the ring does not run, whatever the weights are."""
-    if kernels is None or INTERPRETED or site.generation != 9:
+    return declines_on(site.generation, site.compute)
+
+
+def declines_on(generation: int, compute: Compute) -> str | None:
+    """The same of a device of this major capability."""
+    if kernels is None or INTERPRETED or generation != 9:
         return "needs compute capability 9"
-    return None if site.compute == "float16" else f"needs float16 arithmetic, got {site.compute}"
+    return None if compute == "float16" else f"needs float16 arithmetic, got {compute}"
 
 
 def declines_weights(weights: Sequence[Packed]) -> str | None:
@@ -155,39 +163,90 @@ def shift_of(weight: Packed) -> int:
     return 0 if scale.device.type == "meta" else ring.shift(scale, top)
 
 
+def _across(plane: torch.Tensor, n: int) -> torch.Tensor:
+    """A plane `[n, entries]` as `[entries, n]`, whose rows are a multiple of 16 bytes apart."""
+    flat = plane.reshape(n, -1)
+    made = torch.zeros((flat.shape[1], cdiv(n, 16) * 16), dtype=flat.dtype, device=flat.device)
+    made[:, :n].copy_(flat.T)
+    return made[:, :n]
+
+
 class Matrices:
-    """A stack of packed matrices as TMA reads it."""
+    """A stack of packed matrices as TMA reads it: rows of a copy are whole numbers of 16 bytes apart and have 16 or more.
+
+    Codes are as they were packed. Scales and upper bits of which a row is no such number, and the scales of super-blocks,
+    are copied once to lie across (`across`): 3 to 27 % of a matrix's bytes.
+    """
 
     def __init__(self, weight: Packed) -> None:
-        codes, bits, self.scale, self.top = weight.planes
-        made = by_name(weight.format)
-        self.planes = codes.element_size() * codes.numel() // weight.n * 256 // (128 * weight.k)
+        codes, bits, scale, top = (plane.reshape(weight.n, -1).view(torch.uint8) for plane in weight.planes)
+        made, n = by_name(weight.format), weight.n
+        self.planes = codes.shape[1] * 256 // (128 * weight.k)
         self.bits = made.bits.count if made.bits else 0
-        self._codes = codes.reshape(-1).view(torch.int32).view(weight.n, -1)
-        self._bits = bits.reshape(-1).view(torch.int32).view(weight.n, -1) if self.bits else self._codes
-        # A copy's rows are whole numbers of 16 bytes apart.
-        self.copied = self.scale.element_size() * self.scale.numel() // weight.n % 16 == 0 and weight.format != "MXFP4"
-        # Upper bits that are no such rows are loaded, as they are then one word to a block (Q5_0).
-        self.loose = bool(self.bits) and weight.k // 32 * self.bits % 4 != 0
-        self.bit_words = bits
-        if self.copied:
-            self._scale = self.scale.reshape(-1).view(torch.int16).view(weight.n, -1)
-        self._made: dict[int, tuple[Any, Any, Any]] = {}
+        self.byte_scales = scale.shape[1] == weight.k // 32
+        self.tops = made.top is not None
+        self.scale_across = self.byte_scales or scale.shape[1] % 16 != 0
+        self.bits_across = bool(self.bits) and bits.shape[1] % 16 != 0
+        self._codes = codes.view(torch.int32)
+        entries = scale if self.byte_scales else scale.view(torch.int16)
+        self._scale = across(entries) if self.scale_across else entries
+        self._bits = self._top = self._codes
+        if self.bits:
+            words = bits.view(torch.int32)
+            self._bits = across(words) if self.bits_across else words
+        if made.top is not None:
+            self._top = across(top.view(torch.int32 if made.top.count == 2 else torch.int16), torch.int32)
+        self._made: dict[int, tuple[Any, ...]] = {}
 
-    def descriptors(self, rows: int) -> tuple[Any, Any, Any]:
-        """Of codes, scales (the scales themselves where they cannot be copied) and upper bits, in boxes of so many rows."""
+    @classmethod
+    def of(cls, weight: Packed) -> Matrices:
+        """Those of a weight, which it keeps for every kernel that reads it so."""
+        if "ring" not in weight.derived:
+            weight.derived["ring"] = cls(weight)
+        return weight.derived["ring"]
+
+    def descriptors(self, rows: int) -> tuple[Any, ...]:
+        """Of codes, scales, upper bits and scales of super-blocks, in boxes of so many rows."""
         if rows not in self._made:
-            codes = TensorDescriptor.from_tensor(self._codes, [rows, 32], gl.NVMMASharedLayout(128, 32, 2))
-            scale, bits = self.scale, codes
-            if self.copied:
-                scale = TensorDescriptor.from_tensor(self._scale, [rows, 8], gl.NVMMASharedLayout(0, 16, 2))
-            if self.loose:
-                bits = self.bit_words
-            elif self.bits:
-                layout = gl.NVMMASharedLayout(32 * self.bits, 32, 2)
-                bits = TensorDescriptor.from_tensor(self._bits, [rows, 8 * self.bits], layout)
-            self._made[rows] = codes, scale, bits
+            codes = bits = top = _boxes(self._codes, [rows, 32], 128)
+            scale = _boxes(self._scale, [8, rows] if self.scale_across else [rows, 8])
+            if self.bits:
+                width = 8 * self.bits
+                bits = _boxes(self._bits, [8, rows]) if self.bits_across else _boxes(self._bits, [rows, width], 4 * width)
+            if self.tops:
+                top = _boxes(self._top, [1, rows])
+            self._made[rows] = codes, scale, bits, top
         return self._made[rows]
+
+
+def across(plane: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """A plane `[n, entries]` as `[entries, n]`, with rows that are whole numbers of 16 bytes apart."""
+    n, entries = plane.shape
+    room = torch.zeros((entries, cdiv(n, 16) * 16), dtype=dtype or plane.dtype, device=plane.device)
+    room[:, :n] = plane.T
+    return room[:, :n]
+
+
+def copies_bytes(refs: Iterable[WeightRef], compute: Compute, generation: int) -> int:
+    """What `Matrices` may copy of these weights on a device of this major capability: of some it does not."""
+    if declines_on(generation, compute) is not None:
+        return 0
+    return sum(across_bytes(stored_as(ref.type, compute), ref.rows, ref.k) for ref in refs)
+
+
+def across_bytes(type: GGMLType, n: int, k: int) -> int:
+    """What `Matrices` copies of a matrix."""
+    made = NATIVE[type]
+    if made.ring is None or made.scale is None:
+        return 0
+    scale = made.scale.per_row(k) * made.scale.dtype.itemsize
+    bits = made.bits.per_row(k) * 4 if made.bits else 0
+    lying = (scale if made.scale.per_row(32) * made.scale.dtype.itemsize == 1 or scale % 16 else 0) + (bits % 16 and bits)
+    return (lying + (4 * (k // 256) if made.top else 0)) * cdiv(n, 16) * 16
+
+
+def _boxes(plane: torch.Tensor, shape: list[int], swizzle: int = 0) -> Any:
+    return TensorDescriptor.from_tensor(plane, shape, gl.NVMMASharedLayout(swizzle, 8 * plane.element_size(), 2))
 
 
 class Product:
@@ -198,7 +257,8 @@ class Product:
     ) -> None:
         self._site, self._biases, self._kind, self._n = site, biases, activation, n
         self.format, self.k = weights[0].format, weights[0].k
-        self._stacks = [Matrices(w) for w in weights]
+        self._stacks = [Matrices.of(w) for w in weights]
+        self._device = weights[0].buffer.device
         self._shift = max(shift_of(w) for w in weights)
         self.padded = cdiv(self.k, 256) * 256
         """Columns of a row of x."""
@@ -209,9 +269,9 @@ class Product:
         return len(self._stacks) == 2
 
     @property
-    def copied(self) -> bool:
-        """Whether TMA copies scales, which consumers load themselves otherwise."""
-        return self._stacks[0].copied
+    def scale_across(self) -> bool:
+        """Whether scales lie across."""
+        return self._stacks[0].scale_across
 
     def tiles(self, cut: Cut) -> int:
         """Tiles of a matrix's rows."""
@@ -219,7 +279,7 @@ class Product:
 
     @property
     def multiprocessors(self) -> int:
-        return multiprocessors(self._stacks[0].top.device)
+        return multiprocessors(self._device)
 
     def rows(self, tensor: torch.Tensor, count: int, width: int) -> Any:
         """The first `count` rows of x, `[count, padded]`, as TMA reads them."""
@@ -237,24 +297,24 @@ class Product:
         """y `[pairs, n]`, or with parts of K their sums `[parts, pairs, n]` without biases."""
         site, one, gated = self._site, self._stacks[0], self.gated
         tile = (8 if gated else 16) * cut.warps
-        (codes, scale, bits), (up_codes, up_scale, up_bits) = (s.descriptors(tile) for s in (one, self._stacks[-1]))
-        bias = self._biases or (one.top,)
+        gates, ups = (stack.descriptors(tile) for stack in (one, self._stacks[-1]))
+        planes = [plane for pair in zip(gates, ups, strict=True) for plane in pair]
+        bias = self._biases or (y,)
         site.launch(
-            kernels.ring, (cut.residents * self.multiprocessors,), y, codes, up_codes, scale, up_scale, bits, up_bits,
-            rows.x, (one.top, self._stacks[-1].top), (rows.items, rows.pairs),
+            kernels.ring, (cut.residents * self.multiprocessors,), y, *planes, rows.x, (rows.items, rows.pairs),
             (bias[0], bias[-1], 2.0**-self._shift, 2.0**self._shift, *ending.arguments), self._n, part_stride, rows.count,
-            K=self.k, PARTS=parts or ending.parts, COPIED=one.copied, LOOSE=one.loose, FORMAT=self.format, GATED=gated,
-            KIND=self._kind, BIAS=bool(self._biases) and not parts, BT=cut.width, STAGES=self._stages(cut),
-            TILES=self.tiles(cut), T=cut.warps, LISTED=not rows.count, SPAN=cut.span, IN_TURN=ending.parts > 1,
-            ADD=ending.residual is not None, THREE=bool(ending.further), warps=cut.warps, early=starts_early(site),
-            maxnreg=_registers(cut),
+            K=self.k, PARTS=parts or ending.parts, SCALE_ACROSS=one.scale_across, BITS_ACROSS=one.bits_across,
+            FORMAT=self.format, GATED=gated, KIND=self._kind, BIAS=bool(self._biases) and not parts, BT=cut.width,
+            STAGES=self._stages(cut), TILES=self.tiles(cut), T=cut.warps, LISTED=not rows.count, SPAN=cut.span,
+            IN_TURN=ending.parts > 1, ADD=ending.residual is not None, THREE=bool(ending.further), warps=cut.warps,
+            early=starts_early(site), maxnreg=_registers(cut),
         )  # fmt: skip
 
     def _stages(self, cut: Cut) -> int:
         """As many as fit."""
         one = self._stacks[0]
-        upper = 0 if one.loose else 32 * one.bits
-        stage = 16 * cut.warps * (128 * one.planes + (16 if one.copied else 0) + upper) + 512 * cut.width
+        row = 128 * one.planes + (8 if one.byte_scales else 16) + 32 * one.bits + (4 if one.tops else 0)
+        stage = 16 * cut.warps * row + 512 * cut.width
         return max(2, min(12, (_SHARED // cut.residents - 1024) // (stage * cut.span)))
 
 

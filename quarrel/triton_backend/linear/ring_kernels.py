@@ -1,8 +1,10 @@
 """Packed weights times a few to a few hundred rows of x on Hopper, for one matrix or for the chosen ones of a stack.
 
 Weights are the left operand of `wgmma`, decoded in its registers (`formats/ring_tiles.py`); rows of x are the right one. A
-producer warp copies codes, scales and x by TMA into a ring of STAGES stages of SPAN times 256 columns; T consumer warps
-decode and multiply 16 T rows of every stage. Weights lie as the matvec kernels read them: nothing is packed twice.
+producer warp copies all that there is of weights and x by TMA into a ring of STAGES stages of SPAN times 256 columns; T
+consumer warps decode and multiply 16 T rows of every stage. Codes lie as the matvec kernels read them. What a copy cannot
+take from there, as its rows are no whole 16 bytes apart or have fewer, lies across beside it (`ring.py: Matrices`): a row
+to a block or a super-block, with an entry for each row of the matrix.
 
 A unit of work is a tile of rows, a part of K and an item; an item is a matrix of the stack and up to BT of its rows of x,
 listed on the device, or of a single matrix BT rows after the other. Programs are persistent and take units in turn, items
@@ -28,17 +30,15 @@ from quarrel.triton_backend.formats.ring_tiles import (
     decode,
     double_entries,
     entries,
+    entries_across,
     factors,
-    load_bits,
-    load_scales,
-    load_top,
     nibbles,
     planes_of,
     row_of,
     signed_bytes,
-    words_layout,
+    tops_across,
 )
-from quarrel.triton_backend.formats.table import upper_bits
+from quarrel.triton_backend.formats.table import byte_scales, tops, upper_bits
 
 # Names of Triton 3.9, or of 3.6.
 _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
@@ -54,15 +54,17 @@ class Stages:
     codes: gl.shared_memory_descriptor
     scale: gl.shared_memory_descriptor
     bits: gl.shared_memory_descriptor
+    top: gl.shared_memory_descriptor
     x: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, codes, scale, bits, x, full, free):
+    def __init__(self, codes, scale, bits, top, x, full, free):
         self.codes = codes
         self.scale = scale
         self.bits = bits
+        self.top = top
         self.x = x
         self.full = full
         self.free = free
@@ -73,7 +75,8 @@ class Tiling:
     """How the work is cut: constants of `ring`, and what follows from them."""
 
     FORMAT: gl.constexpr
-    COPIED: gl.constexpr
+    SCALE_ACROSS: gl.constexpr
+    BITS_ACROSS: gl.constexpr
     GATED: gl.constexpr
     K: gl.constexpr
     STEPS: gl.constexpr
@@ -90,17 +93,21 @@ class Tiling:
     LISTED: gl.constexpr
     PLANES: gl.constexpr
     BITS: gl.constexpr
-    """Words of upper bits to a block that are copied; LOOSE if they are loaded, one to a block."""
-    LOOSE: gl.constexpr
+    """Words of upper bits to a block."""
+    TOP: gl.constexpr
+    """Whether a super-block has scales of its own."""
     BM: gl.constexpr
     """Rows of a tile in shared memory."""
     BN: gl.constexpr
     """Rows of the result that it makes."""
 
     @gluon.constexpr_function
-    def __init__(self, FORMAT, COPIED, LOOSE, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED):
+    def __init__(
+        self, FORMAT, SCALE_ACROSS, BITS_ACROSS, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED
+    ):  # fmt: skip
         self.FORMAT = gl.constexpr(FORMAT)
-        self.COPIED = gl.constexpr(COPIED)
+        self.SCALE_ACROSS = gl.constexpr(SCALE_ACROSS)
+        self.BITS_ACROSS = gl.constexpr(BITS_ACROSS)
         self.GATED = gl.constexpr(GATED)
         self.K = gl.constexpr(K)
         self.STEPS = gl.constexpr((K + 256 * SPAN - 1) // (256 * SPAN))
@@ -114,15 +121,18 @@ class Tiling:
         self.PDL = gl.constexpr(PDL)
         self.LISTED = gl.constexpr(LISTED)
         self.PLANES = gl.constexpr(planes_of(FORMAT))
-        self.BITS = gl.constexpr(0 if LOOSE else upper_bits(FORMAT))
-        self.LOOSE = gl.constexpr(LOOSE)
+        self.BITS = gl.constexpr(upper_bits(FORMAT))
+        self.TOP = gl.constexpr(tops(FORMAT) > 0)
         self.BM = gl.constexpr(16 * T)
         self.BN = gl.constexpr(8 * T if GATED else 16 * T)
 
 
 @gluon.constexpr_function
-def _stage_bytes(span, planes, copied, bits, bt, warps):
-    return int(span * (16 * warps * (128 * planes + (16 if copied else 0) + 32 * bits) + bt * 512))
+def _stage_bytes(how):
+    """What the copies of a stage bring."""
+    scales = 8 if byte_scales(how.FORMAT) else 16
+    row = 128 * how.PLANES + scales + 32 * how.BITS + (4 if how.TOP else 0)
+    return int(how.SPAN * (how.BM * row + how.BT * 512))
 
 
 @gluon.jit
@@ -133,6 +143,16 @@ def _bring(matrix, up, row, column, full, tile, how):
         _copy(up, [row, column], full, tile.slice(8 * how.T, 8 * how.T))
     else:
         _copy(matrix, [row, column], full, tile)
+
+
+@gluon.jit
+def _bring_across(matrix, up, block, row, full, tile, B: gl.constexpr, how):
+    """A tile `[B, 16 T]` of what lies across, or `[2 B, 8 T]`: of gate and of up."""
+    if how.GATED:
+        _copy(matrix, [block, row], full, tile.slice(0, B))
+        _copy(up, [block, row], full, tile.slice(B, B))
+    else:
+        _copy(matrix, [block, row], full, tile)
 
 
 @gluon.jit
@@ -158,14 +178,14 @@ def _item(items, tokens, i, how):
 
 
 @gluon.jit
-def _produce(codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, N, stages, how):
+def _produce(codes, up_codes, scale, up_scale, bits, up_bits, top, up_top, x, items, tokens, N, stages, how):
     """One warp: copies of every stage of every unit of this program, as far ahead as there is room."""
     if how.PDL:
         gdc_wait()
     n = _number(items, tokens, how)
     slot = 0
     phase = 1
-    BYTES: gl.constexpr = _stage_bytes(how.SPAN, how.PLANES, how.COPIED, how.BITS, how.BT, how.T)
+    BYTES: gl.constexpr = _stage_bytes(how)
     for unit in range(gl.program_id(0), n * (how.TILES * how.UNITS), gl.num_programs(0)):
         matrix, row, _ = _item(items, tokens, unit % n, how)
         rest = unit // n
@@ -181,10 +201,16 @@ def _produce(codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, 
                 for i in gl.static_range(how.PLANES):
                     tile = stages.codes.index(at * how.PLANES + i)
                     _bring(codes, up_codes, first, (super * how.PLANES + i) * 32, bar, tile, how)
-                if how.COPIED:
+                if how.SCALE_ACROSS:
+                    _bring_across(scale, up_scale, super * 8, first, bar, stages.scale.index(at), 8, how)
+                else:
                     _bring(scale, up_scale, first, super * 8, bar, stages.scale.index(at), how)
-                if how.BITS > 0:
+                if how.BITS_ACROSS:
+                    _bring_across(bits, up_bits, super * 8, first, bar, stages.bits.index(at), 8, how)
+                elif how.BITS > 0:
                     _bring(bits, up_bits, first, super * (8 * how.BITS), bar, stages.bits.index(at), how)
+                if how.TOP:
+                    _bring_across(top, up_top, super, first, bar, stages.top.index(at), 1, how)
                 for i in gl.static_range(4):
                     _copy(x, [row, super * 256 + i * 64], bar, stages.x.index(at * 4 + i))
             slot += 1
@@ -194,42 +220,15 @@ def _produce(codes, up_codes, scale, up_scale, bits, up_bits, x, items, tokens, 
 
 
 @gluon.jit
-def _scales_of(scale, up_scale, row, ok, is_up, step, how):
-    s0, s1 = load_scales(how.FORMAT, scale, row, ok & ~is_up, step, how.K, how.T)
-    if how.GATED:
-        u0, u1 = load_scales(how.FORMAT, up_scale, row, ok & is_up, step, how.K, how.T)
-        s0, s1 = s0 | u0, s1 | u1
-    return s0, s1
-
-
-@gluon.jit
-def _bits_of(bits, up_bits, row, ok, is_up, step, how):
-    b0, b1 = load_bits(bits, row, ok & ~is_up, step, how.K, how.T)
-    if how.GATED:
-        u0, u1 = load_bits(up_bits, row, ok & is_up, step, how.K, how.T)
-        b0, b1 = b0 | u0, b1 | u1
-    return b0, b1
-
-
-@gluon.jit
-def _top_of(tops, row, ok, is_up, step, how):
-    t = load_top(how.FORMAT, tops[0], row, ok & ~is_up, step, how.K)
-    if how.GATED:
-        t = t | load_top(how.FORMAT, tops[1], row, ok & is_up, step, how.K)
-    return t
-
-
-@gluon.jit
 def _consume(
-    y, scale, up_scale, bits, up_bits, tops, items, tokens, epilogue, N, part_stride, stages, KIND: gl.constexpr,
-    BIAS: gl.constexpr, ADD: gl.constexpr, THREE: gl.constexpr, how,
+    y, items, tokens, epilogue, N, part_stride, stages, KIND: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
+    THREE: gl.constexpr, how,
 ):  # fmt: skip
     """T warps: decodes and multiplies the tile of rows of each stage."""
     T: gl.constexpr = how.T
     BT: gl.constexpr = how.BT
     FORMAT: gl.constexpr = how.FORMAT
     GATED: gl.constexpr = how.GATED
-    COPIED: gl.constexpr = how.COPIED
     PLANES: gl.constexpr = how.PLANES
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[T, 1], instr_shape=[16, BT, 16])
     bias, up_bias, down, up_again = epilogue[0], epilogue[1], epilogue[2], epilogue[3]
@@ -237,12 +236,6 @@ def _consume(
     if how.PDL:
         gdc_wait()
     n = _number(items, tokens, how)
-    m = gl.arange(0, how.BM, gl.SliceLayout(1, gl.SliceLayout(2, words_layout(T))))
-    at = row_of(m, GATED, T, PLANES)
-    is_up = m < 0
-    if GATED:
-        is_up = (m & 8) != 0
-        at = gl.where(is_up, at - 8 * T, at)
     slot = 0
     phase = 0
     begun = False
@@ -252,22 +245,7 @@ def _consume(
         part = rest % how.UNITS
         begin = part * how.STEPS // how.UNITS
         end = (part + 1) * how.STEPS // how.UNITS
-        last = end - 1
-        if how.SPAN > 1:  # in super-blocks
-            last = gl.minimum(end * how.SPAN, (how.K + 255) // 256) - 1
         tile = rest // how.UNITS * how.BN
-        ok = tile + at < N
-        row = matrix.to(gl.int64) * N + tile + at
-        # Two super-blocks ahead, as these loads have no copy engine behind them.
-        after = gl.minimum(begin * how.SPAN + 1, last)
-        t = _top_of(tops, row, ok, is_up, begin * how.SPAN, how)
-        t1 = _top_of(tops, row, ok, is_up, after, how)
-        if not COPIED:
-            s0, s1 = _scales_of(scale, up_scale, row, ok, is_up, begin * how.SPAN, how)
-            n0, n1 = _scales_of(scale, up_scale, row, ok, is_up, after, how)
-        if how.LOOSE:
-            b0, b1 = _bits_of(bits, up_bits, row, ok, is_up, begin * how.SPAN, how)
-            c0, c1 = _bits_of(bits, up_bits, row, ok, is_up, after, how)
         acc = warpgroup_mma_init(gl.zeros([how.BM, BT], gl.float32, layout=MMA))
         if IN_TURN:
             total = gl.zeros([how.BM, BT], gl.float32, layout=MMA)
@@ -275,13 +253,7 @@ def _consume(
             border = how.STEPS // how.PARTS
         for step in range(begin, end):
             for s in gl.static_range(how.SPAN):
-                far = gl.minimum(step * how.SPAN + (s + 2), last)
                 place = slot * how.SPAN + s
-                t2 = _top_of(tops, row, ok, is_up, far, how)
-                if not COPIED:
-                    f0, f1 = _scales_of(scale, up_scale, row, ok, is_up, far, how)
-                if how.LOOSE:
-                    d0, d1 = _bits_of(bits, up_bits, row, ok, is_up, far, how)
                 if s == 0:
                     mbarrier.wait(stages.full.index(slot), phase)
                 if PLANES == 2:
@@ -290,18 +262,24 @@ def _consume(
                 else:
                     q0, q1, q2, q3 = nibbles(stages.codes.index(place), T, GATED)
                     r0, r1, r2, r3 = q0, q1, q2, q3
-                if COPIED:
+                if how.SCALE_ACROSS:
+                    s0, s1 = entries_across(stages.scale.index(place), T, GATED, PLANES)
+                else:
                     s0, s1 = entries(stages.scale.index(place), T, GATED, PLANES)
                 if how.BITS == 2:
                     u0, v0, u1, v1 = double_entries(stages.bits.index(place), T, GATED, PLANES)
                 elif how.BITS == 1:
-                    u0, u1 = entries(stages.bits.index(place), T, GATED, PLANES)
+                    if how.BITS_ACROSS:
+                        u0, u1 = entries_across(stages.bits.index(place), T, GATED, PLANES)
+                    else:
+                        u0, u1 = entries(stages.bits.index(place), T, GATED, PLANES)
                     v0, v1 = u0, u1
-                elif how.LOOSE:
-                    u0, v0, u1, v1 = b0, b0, b1, b1
                 else:
                     u0, v0, u1, v1 = s0, s0, s1, s1
-                a, b, c, d = factors(FORMAT, s0, t, down, T)
+                t = s0
+                if how.TOP:
+                    t = tops_across(stages.top.index(place), T, GATED, PLANES)
+                a, b, c, d = factors(FORMAT, s0, t, down)
                 w = decode(FORMAT, 0, q0, r0, a, b, c, d, u0, v0, T, MMA)
                 acc = warpgroup_mma_wait(0, deps=[acc])
                 if s == 0:
@@ -321,18 +299,13 @@ def _consume(
                     acc = warpgroup_mma(w, stages.x.index(place * 4).permute((1, 0)), acc, is_async=True)
                 w = decode(FORMAT, 1, q1, r1, a, b, c, d, u0, v0, T, MMA)
                 acc = warpgroup_mma(w, stages.x.index(place * 4 + 1).permute((1, 0)), acc, is_async=True)
-                a, b, c, d = factors(FORMAT, s1, t, down, T)
+                a, b, c, d = factors(FORMAT, s1, t, down)
                 w = decode(FORMAT, 0, q2, r2, a, b, c, d, u1, v1, T, MMA)
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 acc = warpgroup_mma(w, stages.x.index(place * 4 + 2).permute((1, 0)), acc, is_async=True)
                 w = decode(FORMAT, 1, q3, r3, a, b, c, d, u1, v1, T, MMA)
                 acc = warpgroup_mma_wait(1, deps=[acc])
                 acc = warpgroup_mma(w, stages.x.index(place * 4 + 3).permute((1, 0)), acc, is_async=True)
-                t, t1 = t1, t2
-                if not COPIED:
-                    s0, s1, n0, n1 = n0, n1, f0, f1
-                if how.LOOSE:
-                    b0, b1, c0, c1 = c0, c1, d0, d1
             slot += 1
             if slot == how.STAGES:
                 slot = 0
@@ -425,22 +398,24 @@ def _plain_rows(v, T: gl.constexpr, BT: gl.constexpr, PLANES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["part_stride", "tokens"])
 def ring(
-    y, codes, up_codes, scale, up_scale, bits, up_bits, x, tops, items, epilogue, N, part_stride, tokens, K: gl.constexpr,
-    PARTS: gl.constexpr, COPIED: gl.constexpr, LOOSE: gl.constexpr, FORMAT: gl.constexpr, GATED: gl.constexpr,
-    KIND: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr, TILES: gl.constexpr, T: gl.constexpr,
-    LISTED: gl.constexpr, PDL: gl.constexpr, SPAN: gl.constexpr = 1, IN_TURN: gl.constexpr = False,
-    ADD: gl.constexpr = False, THREE: gl.constexpr = False,
+    y, codes, up_codes, scale, up_scale, bits, up_bits, top, up_top, x, items, epilogue, N, part_stride, tokens,
+    K: gl.constexpr, PARTS: gl.constexpr, SCALE_ACROSS: gl.constexpr, BITS_ACROSS: gl.constexpr, FORMAT: gl.constexpr,
+    GATED: gl.constexpr, KIND: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
+    TILES: gl.constexpr, T: gl.constexpr, LISTED: gl.constexpr, PDL: gl.constexpr, SPAN: gl.constexpr = 1,
+    IN_TURN: gl.constexpr = False, ADD: gl.constexpr = False, THREE: gl.constexpr = False,
 ):  # fmt: skip
     """y `[pairs, N]` = activation(x W^T + bias) for the pairs of `items`, or sums of parts of K `[PARTS, pairs, N]`.
 
     codes, up_codes: TMA descriptors of codes, int32 `[matrices * N, K / 8]` (`K / 4` for codes of 8 bits), boxes of
         `[8 T or 16 T, 32]` (half as many rows where gate and up share a tile); up_*: the same of the up matrix.
-    scale: a descriptor of int16 `[matrices * N, K / 32]`, boxes of 8 columns (COPIED), or the pointer itself.
+    scale: a descriptor of int16 `[matrices * N, K / 32]`, boxes of as many rows and 8 columns. SCALE_ACROSS: of int16 or
+        uint8 `[K / 32, matrices * N]`, boxes of 8 rows and as many columns.
     bits: a descriptor of int32 `[matrices * N, b K / 32]` with b words of upper bits to a block, boxes of 8 b columns; not
-        read where there are none. The pointer itself if LOOSE.
+        read where there are none. BITS_ACROSS: likewise across.
+    top: a descriptor of int32 `[K / 256, matrices * N]`, d, or d and dmin in float16, boxes of one row; not read where
+        there are none.
     x: a descriptor of float16 `[rows, columns]`, boxes of `[BT, 64]`; columns as `elementwise/ring_x.py` orders them,
         and zero from K up to a multiple of 256.
-    tops: of the matrix and of the up matrix: d, or d and dmin, float16 `[matrices * N, K / 256, 1 or 2]`.
     items: int32, their number and then four each: matrix, first row of x, rows, unused; and the pair (the row of y) of
         each row of x, int32. Not read unless LISTED: then there is one matrix, whose rows of x are those of y.
     epilogue: biases float32 `[matrices, N]` of the matrix and of the up matrix, 2^-shift and 2^shift; then, if ADD, a
@@ -450,16 +425,25 @@ def ring(
     part_stride: values from one part's sums to the next. tokens: rows of x, unless LISTED.
     Grid: any number of programs.
     """
-    how = Tiling(FORMAT, COPIED, LOOSE, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED)
+    how = Tiling(
+        FORMAT, SCALE_ACROSS, BITS_ACROSS, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED
+    )  # fmt: skip
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     s_codes = gl.allocate_shared_memory(gl.int32, [STAGES * SPAN * how.PLANES, 16 * T, 32], codes.layout)
     s_x = gl.allocate_shared_memory(gl.float16, [STAGES * SPAN * 4, BT, 64], X)
-    s_scale = s_codes
-    if COPIED:
+    A: gl.constexpr = 2 if GATED else 1  # tiles across: gate above up
+    if SCALE_ACROSS:
+        s_scale = gl.allocate_shared_memory(scale.dtype, [STAGES * SPAN, 8 * A, 16 * T // A], scale.layout)
+    else:
         s_scale = gl.allocate_shared_memory(gl.int16, [STAGES * SPAN, 16 * T, 8], scale.layout)
     s_bits = s_codes
-    if how.BITS > 0:
+    if BITS_ACROSS:
+        s_bits = gl.allocate_shared_memory(gl.int32, [STAGES * SPAN, 8 * A, 16 * T // A], bits.layout)
+    elif how.BITS > 0:
         s_bits = gl.allocate_shared_memory(gl.int32, [STAGES * SPAN, 16 * T, 8 * how.BITS], bits.layout)
+    s_top = s_codes
+    if how.TOP:
+        s_top = gl.allocate_shared_memory(gl.int32, [STAGES * SPAN, A, 16 * T // A], top.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
@@ -467,21 +451,13 @@ def ring(
         mbarrier.init(free.index(i), count=1)
     if PDL:
         gdc_launch_dependents()
-    stages = Stages(s_codes, s_scale, s_bits, s_x, full, free)
-    # A group that copies scales never reads their address.
-    p_scale = y if COPIED else scale
-    p_up = y if COPIED else up_scale
-    p_bits = bits if LOOSE else y
-    p_up_bits = up_bits if LOOSE else y
-    bits_copied = codes if LOOSE else bits
-    up_bits_copied = codes if LOOSE else up_bits
+    stages = Stages(s_codes, s_scale, s_bits, s_top, s_x, full, free)
     gl.warp_specialize(
         [
-            (_consume, (
-                y, p_scale, p_up, p_bits, p_up_bits, tops, items, tokens, epilogue, N, part_stride, stages, KIND, BIAS, ADD,
-                THREE, how,
+            (_consume, (y, items, tokens, epilogue, N, part_stride, stages, KIND, BIAS, ADD, THREE, how)),
+            (_produce, (
+                codes, up_codes, scale, up_scale, bits, up_bits, top, up_top, x, items, tokens, N, stages, how,
             )),
-            (_produce, (codes, up_codes, scale, up_scale, bits_copied, up_bits_copied, x, items, tokens, N, stages, how)),
         ],
         [1], [24],
     )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -74,6 +74,8 @@ class Packed:
     """Other matrices take its place from step to step, so nothing may be derived from its values."""
     whole: Packed | None = None
     """The matrix that these are rows of, where those of others follow in memory (`formats/weights.py: Weights.beside`)."""
+    derived: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
+    """What kernels made of its planes, for each that reads it so (`linear/ring.py: Matrices`)."""
 
     @property
     def nbytes(self) -> int:
