@@ -171,7 +171,7 @@ class StepInputs:
     from_last: Array | None = None  # [T] int32, the row of the launch before whose token is this id, or -1 for `ids`
     window_slots: Array | None = None  # [W, T] int32, `slots` of each group of layers with a window
     window_tables: Array | None = None  # [W, S, B] int32, their block tables; 0 where a block is no longer read
-    stream: Array | None = None  # [T, E] float32, the `stream` of the layers before, or of a model to predict further from
+    stream: Array | Rows | None = None  # [T, E] float32, of the layers before, or of a model to predict further from
     per_layer: Array | None = None  # [T, W] float32, what the program of the layers before gave under this name
     places: Array | None = None  # [T, axes] int32, what rotates by more than one position
     see_to: Array | None = None  # [T] int32, the last position that a token sees: its own, or its image's last one
@@ -409,6 +409,14 @@ class KeepsStates(Protocol):
 
     def finite_states(self, slot: int) -> bool:
         """Whether the states in this slot, of all layers, hold neither NaN nor infinity; True where there are none."""
+
+
+@runtime_checkable
+class HandsOn(Protocol):
+    """A stage's step whose stream can stay on its device; it takes that of the stage before from there too."""
+
+    def hand_on(self, inputs: StepInputs, want: Want) -> Rows:
+        """Starts a step. Its `stream` where it lies, float32 `[T, E]`, until the next step is started."""
 
 
 @runtime_checkable

@@ -113,17 +113,38 @@ class TorchGroup:
         self._from.rootRank = source
         self._wait(self._ranks.broadcast([_tensor(buffer)], self._from))
 
+    @property
+    def on_device(self) -> bool:
+        """Whether members give each other what lies on their GPUs."""
+        on: str = self._device.type
+        return on == "cuda"
+
+    def meet_neighbours(self) -> None:
+        """Makes the connections of a chain, whose first member is the last stage: each takes from the one before and gives
+        to the next."""
+        probe = (1,)
+        if self.rank != 1:
+            self.receive((self.rank - 1) % self.size, probe)
+        if self.rank:
+            self.send(torch.zeros(probe, device=self._device), (self.rank + 1) % self.size)
+
     def send(self, buffer: Any, to: int) -> None:
-        """Gives a CPU buffer, which must stay as it is, to one member, who may take it later: in order."""
+        """Gives a buffer to one member, who may take it later: in order. One of a CPU stays as it is; one of a GPU until
+        what is launched next."""
         tensor = _tensor(buffer)
+        if tensor.is_cuda:  # what is launched next waits for it, not the host
+            self._wait(self._ranks.send([tensor], to, 0))
+            return
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         while len(self._sent) >= _AHEAD:
             self._sent.pop(0)[0].wait()
         self._sent.append((self._ranks.send([tensor], to, 0), tensor))
 
-    def receive(self, source: int, shape: tuple[int, ...]) -> np.ndarray:
-        """What that member sends next, float32 of this shape."""
-        buffer = np.empty(shape, np.float32)
+    def receive(self, source: int, shape: tuple[int, ...]) -> Any:
+        """What that member sends next, float32 of this shape: an array, or of GPUs a tensor, which what is launched next
+        waits for."""
+        gpu = self.on_device
+        buffer: Any = torch.empty(shape, device=self._device) if gpu else np.empty(shape, np.float32)
         self._wait(self._ranks.recv([_tensor(buffer)], source, 0))
         return buffer
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 @dataclass
 class Groups:
     """What a member is part of. sums: the ranks that cut the same layers. chain: one rank of each stage, where the last
-    stage's is the first: the stream goes from one to the next, through the host on every backend."""
+    stage's is the first: the stream goes from one to the next, from GPU to GPU of one host, else through hosts' memory."""
 
     sums: TorchGroup | None = None
     chain: TorchGroup | None = None
@@ -50,7 +50,9 @@ def join(meeting: Meeting, rank: int, ranks: int, stages: int, backend: Backend,
         groups.sums = TorchGroup(meeting, f"stage-{stage}", member, width, device, own)
         backend.join(groups.sums)
     if stages > 1:
-        groups.chain = TorchGroup(meeting, f"chain-{member}", rank // width, stages, device_of("cpu", 0))
+        here = device if meeting.one_host else device_of("cpu", 0)
+        groups.chain = TorchGroup(meeting, f"chain-{member}", rank // width, stages, here)
+        groups.chain.meet_neighbours()
     return groups
 
 

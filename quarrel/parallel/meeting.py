@@ -17,6 +17,11 @@ class Meeting:
     host: str = ""
     port: int = 0
 
+    @property
+    def one_host(self) -> bool:
+        """Whether all members are on this machine."""
+        return not self.port
+
     def store(self, name: str, size: int) -> Any:
         """What the members of a group write their addresses into."""
         import torch.distributed as dist

@@ -51,6 +51,8 @@ class StagedStep(ParallelStep):
             fault = self._team.fault(SOON)
             self._team.stop()
             raise (fault or error) from error
+        if (lost := self._team.fault()) is not None:  # what a GPU waited for may not have come
+            raise lost
         outputs = joined(parts, found)
         if outputs.tokens is not None:
             self._drawn = outputs.tokens

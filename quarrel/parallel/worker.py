@@ -20,7 +20,7 @@ from quarrel.models import ModelSpec, Tensors, assemble, read_spec
 from quarrel.models.shard import shard
 from quarrel.ops.program import Program
 from quarrel.ops.registry import backend as backend_named
-from quarrel.ops.step import Limits, Pending, Step, StepInputs, Want
+from quarrel.ops.step import HandsOn, Limits, Pending, Step, StepInputs, Want
 from quarrel.ops.windows import with_window_groups
 from quarrel.parallel.groups import device_of, join
 from quarrel.parallel.meeting import Meeting
@@ -106,9 +106,11 @@ def _pass_on(step: Step, inputs: StepInputs, want: Want, chain: Any, program: Pr
     if (stream := program.inputs.get("stream")) is not None:
         before = (chain.rank - 1) % chain.size
         inputs = replace(inputs, stream=chain.receive(before, (len(inputs.ids), int(stream.dims[1]))))
-    made = step(inputs, want)
-    if chain.rank:
-        chain.send(made.stream, (chain.rank + 1) % chain.size)
+    if not chain.rank:
+        step(inputs, want)
+        return
+    made = step.hand_on(inputs, want) if chain.on_device and isinstance(step, HandsOn) else step(inputs, want).stream
+    chain.send(made, (chain.rank + 1) % chain.size)
 
 
 def _check_files(paths: list[str], sizes: list[int | None]) -> None:

@@ -359,6 +359,9 @@ class InputBuffer:
             if isinstance(values, Joined):
                 _join(slot.tensor, values)
                 continue
+            if isinstance(values, torch.Tensor):  # from another stage, and on this device
+                slot.tensor[: values.numel()].copy_(values.view(-1))
+                continue
             if self.sees and name == "stream":  # what the step before began with is there already
                 if self._stream is not None and _begins(self._stream, values):
                     continue

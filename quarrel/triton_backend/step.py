@@ -212,6 +212,15 @@ class TritonStep:
                 at = end
             return made
 
+    def hand_on(self, inputs: StepInputs, want: Want) -> torch.Tensor:
+        """See `ops.step.HandsOn`."""
+        self._checked(inputs, want)
+        with self._device():
+            self._start(inputs, want, len(inputs.out_rows))
+            stream = self._outputs["stream"]
+            shape = _shape(stream, {"T": len(inputs.ids)})
+            return self._plan.slots[stream.id].tensor[: prod(shape)].view(shape)
+
     def __call__(self, inputs: StepInputs, want: Want) -> StepOutputs:
         """Runs once; the result is on the host when this returns."""
         return self.launch(inputs, want).result()

@@ -64,7 +64,7 @@ def _entries_layout(T, GATED, PLANES, EACH):
 
 @gluon.constexpr_function
 def _across_layout(T, GATED, PLANES, B):
-    """`[B, 16 T]`, or `[2 B, 8 T]` of gate and up: of each row of a lane, entries of blocks t and t + 4, or the only one."""
+    """`[B, 16 T]`, or `[2 B, 8 T]` of gate and up: of each row of a lane, entries of blocks t and t + 4, or its one."""
     other = [B, 0] if GATED else [0, 8]
     first = 8 if GATED else 16
     rows = [[0, 1], [0, 2], [0, 4]] if PLANES == 2 else [[0, 4], [0, 1], [0, 2]]

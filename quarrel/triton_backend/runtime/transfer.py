@@ -32,29 +32,47 @@ def form_of(caches: Sequence[Cache], states: Sequence[torch.Tensor], limits: Lim
 
 def read_blocks(caches: Sequence[Cache], blocks: Sequence[int]) -> list[np.ndarray]:
     """Waits for the launches so far."""
-    found = []
+    if not caches:
+        return []
+    device = caches[0].k.device
+    index, found = _index(blocks, device), list[torch.Tensor]()
     for cache in caches:
         for i, tensor in enumerate((cache.k, cache.v)):
-            index = torch.tensor(list(blocks), dtype=torch.int64, device=tensor.device)
             rows = _bytes(tensor.index_select(0, index).permute(0, 2, 1, 3))
             if cache.scales:
                 scales = cache.scales[i].index_select(0, index).permute(0, 2, 1) / WIDER[cache.kind]
                 rows = torch.cat([rows, _bytes(scales[..., None])], -1)
-            found.append(rows.cpu().numpy())
-    return found
+            found.append(_pinned(rows.shape, device).copy_(rows, non_blocking=True))
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return [rows.numpy() for rows in found]
 
 
 def write_blocks(caches: Sequence[Cache], blocks: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
-    """Behind the launches so far."""
-    given = iter(arrays)
+    """Behind the launches so far; the host goes on once it has copied the arrays."""
+    if not caches:
+        return
+    device, given = caches[0].k.device, iter(arrays)
+    index = _index(blocks, device)
     for cache in caches:
         for i, tensor in enumerate((cache.k, cache.v)):
-            index = torch.tensor(list(blocks), dtype=torch.int64, device=tensor.device)
-            rows = torch.from_numpy(np.array(next(given))).to(tensor.device)
+            array = next(given)
+            staged = _pinned(array.shape, device)
+            np.copyto(staged.numpy(), array)
+            rows = staged.to(device, non_blocking=True)
             if cache.scales:
                 rows, scales = rows[..., :-_SCALE], rows[..., -_SCALE:].contiguous().view(torch.float32)[..., 0]
                 cache.scales[i].index_copy_(0, index, scales.permute(0, 2, 1) * WIDER[cache.kind])
             tensor.index_copy_(0, index, rows.contiguous().view(tensor.dtype).permute(0, 2, 1, 3))
+
+
+def _index(blocks: Sequence[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(list(blocks), dtype=torch.int64, device=device)
+
+
+def _pinned(shape: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Bytes on the host that a GPU copies from and to by itself; PyTorch keeps what was given back for the next."""
+    return torch.empty(tuple(shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
