@@ -129,15 +129,22 @@ def test_a_large_map_streams_through_the_ring() -> None:
     site = Recorder()
     maps = one(packed(4096, 14336), residual=Slot(EMPTY))
     made = ring.build(site, maps)
-    assert (made.least, made.most, made.norms) == (9, 512, False)
-    cuts = ((9, 16, 2, 8), (32, 32, 2, 8), (64, 64, 1, 4), (65, 128, 1, 4), (512, 128, 1, 1))
-    for count, width, residents, parts in cuts:
+    assert (made.least, made.most, made.norms) == (8, 512, False)
+    cuts = (
+        (8, 8, 2, 8, 2),
+        (9, 16, 2, 8, 2),
+        (32, 32, 2, 8, 1),
+        (64, 64, 1, 4, 1),
+        (65, 128, 1, 4, 1),
+        (512, 128, 1, 1, 1),
+    )
+    for count, width, residents, parts, span in cuts:
         site.launched.clear()
         made.run(batch(count))
         (first, rows, _), (second, programs, told), (third, _, added) = site.launched
         assert (first, rows) == ("arrange", (count, 14))
         assert (second, programs) == ("ring", (132 * residents,))
-        assert (told["BT"], told["PARTS"], told["TILES"]) == (width, parts, 32)
+        assert (told["BT"], told["PARTS"], told["TILES"], told["SPAN"]) == (width, parts, 32, span)
         assert (third, added["PARTS"], added["ADD"]) == ("add_parts", parts, True)
     head = ring.build(site, one(packed(32000, 4096, "Q6_K")))
     site.launched.clear()
@@ -212,7 +219,7 @@ def test_which_maps_stream_through_the_ring() -> None:
     assert "needs 8388608 weights or more, got 6291456" in str(ring.declines(Recorder(), one(packed(3072, 2048))))
     assert ring.declines(Recorder(), one(replace(packed(4096, 14336), reused=True)))
     by_rows = ByRows(Recorder(), replace(gated, norm=lambda batch: None, arrange=lambda to, batch, width: None))
-    assert by_rows.describe().startswith("exact tiles 1, mma 2 to 8, ring 9 to 512, dequantize")
+    assert by_rows.describe().startswith("exact tiles 1, mma 2 to 7, ring 8 to 512, dequantize")
 
 
 def test_maps_that_no_launch_computes_together_go_three_at_a_time_and_one_by_one() -> None:

@@ -17,7 +17,7 @@ from quarrel.triton_backend.elementwise.ring_x import column_at
 from quarrel.triton_backend.experts.grouped import DECODE_FROM
 from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
 from quarrel.triton_backend.linear.maps import UNLIMITED
-from quarrel.triton_backend.linear.ring import WIDTHS, Cut, Product, Rows, declines_device, declines_weights
+from quarrel.triton_backend.linear.ring import LONG_ROWS, WIDTHS, Cut, Product, Rows, declines_device, declines_weights
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Site, starts_early
@@ -89,8 +89,11 @@ def gather_by_expert(
 _CUTS = ((3, 4, 1), (4, 4, 1), (2, 8, 1))
 """Programs to a multiprocessor, warps and super-blocks to a stage, for items of few rows."""
 _LONG = {"Q4_K": ((2, 8, 2), (3, 4, 2)), "Q6_K": ((1, 8, 2), (3, 4, 1))}
-"""The same for formats that gain from long stages, with rows of `_LONG_ROWS` columns or more."""
-_LONG_ROWS = 1024
+"""The same for formats that gain from long stages, with rows of so many columns that there are some."""
+
+
+_FAVOURED = 0.85
+"""Of the experts that would be chosen if all were as likely, so many are, as `bench.ops.grouped_prompt` draws them."""
 
 
 def cut_of(product: Product, each: float, experts: int) -> Cut:
@@ -109,13 +112,14 @@ def cut_of(product: Product, each: float, experts: int) -> Cut:
     width = next((w for w in WIDTHS if w >= 1.5 * each), WIDTHS[-1])
     if width > 16:
         return Cut.of(width)
-    items = experts * (1 - math.exp(-each))  # of experts that are chosen evenly
+    items = experts * (1 - math.exp(-each))  # as many are chosen if all are as likely; with favourites there are fewer
 
     def time(cut: Cut) -> int:
-        in_turn = cdiv(round(items * product.tiles(cut)), cut.residents * product.multiprocessors)
+        programs = cut.residents * product.multiprocessors
+        in_turn = sum(cdiv(round(share * items * product.tiles(cut)), programs) for share in (1.0, _FAVOURED))
         return in_turn * cut.residents * cut.warps
 
-    kinds = _LONG.get(product.format, _CUTS) if product.k >= _LONG_ROWS else _CUTS
+    kinds = _LONG.get(product.format, _CUTS) if product.k >= LONG_ROWS else _CUTS
     return min((Cut(width, *kind) for kind in kinds), key=time)
 
 

@@ -38,7 +38,7 @@ except (ImportError, AttributeError):  # pragma: no cover
 WIDTHS = (8, 16, 32, 64)
 """Rows of x to an item."""
 MOST = 512
-_LEAST = {1 << 23: 33, 1 << 25: 9}
+_LEAST = {1 << 23: 33, 1 << 25: 8}
 """Rows from which a linear map gains, by the values of its weights. Decode steps of Mistral-7B Q4_K_M on an H200, tokens/s
 without and with the ring for gate and up, down and head, and with it for 4096 x 4096 too:
 
@@ -47,6 +47,9 @@ without and with the ring for gate and up, down and head, and with it for 4096 x
 | 3446 | 4003 | 5266 | 4885 | 6517 | 8707 | 10806 | 13918 | 18348 |
 | 3335 | 4686 | 6184 | 7804 | 10510 | 11604 | 14195 | 15977 | 20812 |
 | 3179 | 4559 | 6049 | 7635 | 10468 | 11981 | 14727 | | |
+
+Since stages may be long and all is copied, steps of 8 sequences of 8 layers take 610 us for 618 to 622 with gate and up,
+down and head by the ring, and 647 with 4096 x 4096 too (2026-11-29).
 
 From 2 rows on where `mma.py` does not take a map: the head of gpt-oss took 349 us for 8 rows.
 """
@@ -76,6 +79,11 @@ A Mamba-2's maps: 7 layers of Nemotron with three of them take 760 us for 803 wi
 6 of Granite-4-h-tiny with five 754 for 781 with 32 (2026-11-27).
 """
 _MOST_PARTS = 8
+_LONG_STAGES = 16
+"""Rows up to which stages of 512 columns gain, in Q4_K: steps of 16 sequences of Mistral-7B (8 layers) take 709 us for 726
+on an H200 (2026-11-29), both by a consumer that has left the tree."""
+LONG_ROWS = 1024
+"""Columns of a row from which on stages of 512 are used."""
 
 
 class Cut(NamedTuple):
@@ -455,6 +463,8 @@ class _Maps:
         # In a trial kernel 128 rows of x gave wrong sums with MXFP4; nobody has found out why.
         widths = WIDTHS if self._maps.weights[0].format == "MXFP4" else (*WIDTHS, 2 * WIDTHS[-1])
         cut = Cut.of(next((w for w in widths if count <= w), widths[-1]))
+        if cut.width <= _LONG_STAGES and self._product.format == "Q4_K" and self._product.k >= LONG_ROWS:
+            cut = cut._replace(span=2)
         if self._maps.gated:
             return _Plan(cut, 1)
         steps, programs = self._product.padded // 256, cut.residents * self._product.multiprocessors
