@@ -110,7 +110,7 @@ def test_which_stacks_it_takes(site: Any, format: str, k: int, taken: bool, monk
     ("type", "n", "k", "experts", "each", "cut"),
     [
         (GGMLType.MXFP4, 2880, 2880, 32, 4.0, Cut(8, 3, 4)),
-        (GGMLType.Q5_0, 1856, 2688, 128, 1.5, Cut(8, 3, 4)),
+        (GGMLType.Q5_0, 1856, 2688, 128, 1.5, Cut(8, 4, 4)),
         (GGMLType.Q4_K, 1536, 512, 64, 3.0, Cut(8, 3, 4)),
         # Smaller tiles would have a second turn for a few units.
         (GGMLType.Q4_K, 4096, 14336, 8, 2.0, Cut(8, 2, 8, 2)),
