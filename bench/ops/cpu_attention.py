@@ -1,16 +1,19 @@
-"""Attention of one new token behind many keys, by this package's CPU kernel, beside reading as many bytes; one thread.
+"""Attention of one new token behind many keys, by this package's CPU kernel, beside reading as many bytes.
 
-    python -m bench.ops.cpu_attention --out FILE.jsonl [--kinds float16,int8,fp8] [--shapes 4x8x128,...] [--tree NAME]
+    python -m bench.ops.cpu_attention --out FILE.jsonl [--kinds float16,int8,fp8] [--shapes 4x8x128,...] [--level avx2]
 
 A shape is query heads of a key/value head, key/value heads, head_dim. A figure is the least processor time of many runs, a
-key/value head each, in turns with `max` of NumPy over as many bytes. Both come from memory: caches take turns. `--tree` is
+key/value head each, in turns with `max` of NumPy over as many bytes. Both come from memory: caches take turns. With
+`--threads` above one it is the time by the clock over the runs of all threads, the least of several stretches. `--tree` is
 kept in the record: run two checkouts in turns.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from itertools import cycle
@@ -23,7 +26,7 @@ from bench.shared import Notes, command_line
 from quarrel.cpu_backend.attention.attention import attention
 from quarrel.cpu_backend.attention.cache import Cache, head_bytes, new_cache
 from quarrel.cpu_backend.attention.shape import Shape
-from quarrel.cpu_backend.runtime.features import level
+from quarrel.cpu_backend.runtime.features import Level, allowed_cores, level
 from quarrel.cpu_backend.runtime.pool import aligned
 from quarrel.ops.program import KVLayer
 
@@ -40,15 +43,21 @@ def main() -> int:
     parser.add_argument("--shapes", default="4x8x128,8x4x64,1x8x64,4x1x128")
     parser.add_argument("--keys", default="8192")
     parser.add_argument("--seconds", type=float, default=2.0, help="of each figure")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--level", help="the best one, or one of quarrel/cpu_backend/runtime/features.py")
     parser.add_argument("--tree", default="")
     args = parser.parse_args()
-    notes = Notes(args.out)
+    notes, chosen = Notes(args.out), level(args.level)
     for shape in args.shapes.split(","):
         for keys in map(int, args.keys.split(",")):
             for kind in args.kinds.split(","):
-                runs, size = attended(kind, keys, *map(int, shape.split("x")))
+                runs, size = attended(kind, keys, chosen, *map(int, shape.split("x")))
                 words = np.ones((len(runs), size // 8), np.int64)
-                ours, read = least([cycle(runs), cycle([part.max for part in words])], args.seconds)
+                sides: list[list[Callable[[], Any]]] = [[*runs], [part.max for part in words]]
+                if args.threads == 1:
+                    ours, read = least([cycle(side) for side in sides], args.seconds)
+                else:
+                    ours, read = least_together(sides, args.threads, args.seconds)
                 figures = {"us": round(ours / 1e3), "read_us": round(read / 1e3), "over_bytes": round(ours / read, 2)}
                 notes.say(
                     tree=args.tree,
@@ -56,7 +65,8 @@ def main() -> int:
                     shape=shape,
                     keys=keys,
                     mb=round(size / 1e6, 2),
-                    level=level().name,
+                    level=chosen.name,
+                    threads=args.threads,
                     **figures,
                 )
     return 0
@@ -73,7 +83,31 @@ def least(runs: list[Iterator[Callable[[], Any]]], seconds: float) -> list[int]:
     return best
 
 
-def attended(kind: Any, keys: int, group: int, n_kv: int, dim: int) -> tuple[list[Callable[[], None]], int]:
+def least_together(sides: list[list[Callable[[], Any]]], threads: int, seconds: float) -> list[int]:
+    """Nanoseconds by the clock for each run of each side, whose runs so many threads share, in turns."""
+    best, end = [1 << 62] * len(sides), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        for i, runs in enumerate(sides):
+            workers = [threading.Thread(target=_all, args=(t, 2 * runs[t::threads])) for t in range(threads)]
+            began = time.perf_counter_ns()
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            best[i] = min(best[i], (time.perf_counter_ns() - began) // (2 * len(runs)))
+    return best
+
+
+def _all(worker: int, runs: list[Callable[[], Any]]) -> None:
+    """On a core of its own: short-lived threads begin on the same one."""
+    if hasattr(os, "sched_setaffinity"):
+        cores = allowed_cores()
+        os.sched_setaffinity(0, {cores[worker % len(cores)]})
+    for run in runs:
+        run()
+
+
+def attended(kind: Any, keys: int, chosen: Level, group: int, n_kv: int, dim: int) -> tuple[list[Callable[[], None]], int]:
     """One query's chunks of several caches, a key/value head each, and the bytes of its keys and values."""
     size = 2 * keys * head_bytes(kind, dim)
     caches = [_filled(kind, keys // BLOCK, n_kv, dim) for _ in range(-(-ROTATING // (size * n_kv)))]
@@ -81,8 +115,8 @@ def attended(kind: Any, keys: int, group: int, n_kv: int, dim: int) -> tuple[lis
     q = rng.standard_normal((1, n_kv * group * dim)).astype(np.float32)
     y, item, live = np.zeros_like(q), np.array([0, 0, 1, keys - 1]), np.array([1, keys // BLOCK])
     table = np.arange(keys // BLOCK, dtype=np.int32)
-    kernel = attention(Shape(group, n_kv, dim, BLOCK, dim**-0.5, kind=kind), level())
-    scratch, function = aligned(kernel.scratch + 64), Kernel(kernel.address(level()))
+    kernel = attention(Shape(group, n_kv, dim, BLOCK, dim**-0.5, kind=kind), chosen)
+    scratch, function = aligned(kernel.scratch + 64), Kernel(kernel.address(chosen))
 
     def chunk(cache: Cache, head: int) -> Callable[[], None]:
         arrays = {"q": q, "y": y, "k_cache": cache.k, "v_cache": cache.v, "items": item, "block_table": table}

@@ -9,6 +9,7 @@ from quarrel.cpu_backend.attention import direct
 from quarrel.cpu_backend.attention.cache import Cache, kind_of, new_cache, to_host
 from quarrel.cpu_backend.attention.shape import Shape
 from quarrel.cpu_backend.backend import CpuBackend
+from quarrel.cpu_backend.runtime.features import levels
 from quarrel.ops.attention import ATTENTION, KV_APPEND, AttentionSpec, KVAppendSpec
 from quarrel.ops.contract import Array, Case, KVArrays
 from quarrel.ops.kv import KV_TYPES, KVType, stored
@@ -21,6 +22,8 @@ SPECS = (
     ("int8", AttentionSpec(6, 1, 48, 0.14, sinks=True)),
     ("fp8", AttentionSpec(3, 1, 128, 0.088)),
     ("fp8_e5m2", AttentionSpec(8, 1, 32, 0.17, window=200)),
+    ("int8", AttentionSpec(32, 8, 128, 0.088)),
+    ("fp8", AttentionSpec(4, 4, 64, 0.125)),
 )
 
 
@@ -34,6 +37,28 @@ def test_a_query_alone_has_the_bits_that_it_has_among_many(backend: CpuBackend, 
     for few in {1, max(1, direct.MOST_ROWS * spec.n_kv // spec.n_heads)}:
         (y,) = backend.run_op(ATTENTION, spec, (q[-few:], np.array([0, few], np.int32), *rest))[:1]
         assert np.array_equal(y, whole[-few:])
+
+
+@pytest.mark.parametrize("type", ["int8", "fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("level", [level.name for level in levels() if level.name in ("avx2", levels()[0].name)])
+@pytest.mark.parametrize("dim", [64, 72])
+def test_what_is_not_finite_shows_where_it_is_seen_and_nowhere_else(type: KVType, level: str, dim: int) -> None:
+    spec, many, broken = AttentionSpec(4, 1, dim, 0.12), 40, 300
+    dims = {"S": 1, "Q": many, "KV": 290, "block_size": 16, "kv": KV_TYPES.index(type)}
+    q, _, lengths, table, cache = ATTENTION.make(Case(spec, dims), np.random.default_rng(9))  # type: ignore[misc]
+    backend = CpuBackend(level, threads=1)
+    first = int(lengths[0]) - many  # the position of the first query
+    for which in ("k", "v"):
+        arrays = {name: getattr(cache, name).copy() for name in ("k", "v")}
+        arrays[which][table[0, broken // 16], broken % 16, 0, 7] = np.inf
+        held = KVArrays(arrays["k"], arrays["v"], type)
+        for rows in (np.arange(many), np.array([many - 1]), np.array([broken - first - 1])):
+            end = np.array([first + rows[-1] + 1], np.int32)
+            (y,) = backend.run_op(ATTENTION, spec, (q[rows], np.array([0, len(rows)], np.int32), end, table, held))[:1]
+            seen = first + rows >= broken
+            assert np.isnan(y[seen]).all(), (which, rows)
+            assert np.isfinite(y[~seen]).all(), (which, rows)
+    backend.close()
 
 
 def test_layers_of_few_heads_and_whole_vectors_are_read_directly() -> None:

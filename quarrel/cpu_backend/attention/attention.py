@@ -26,7 +26,7 @@ from quarrel.cpu_backend.attention.cache import head_bytes
 from quarrel.cpu_backend.attention.direct import by_rows
 from quarrel.cpu_backend.attention.shape import KEYS, SPLIT, Shape
 from quarrel.cpu_backend.attention.source import Keys, Source
-from quarrel.cpu_backend.attention.split import merge, scores, softmax, weigh_values
+from quarrel.cpu_backend.attention.split import merge, scale_weights, scores, softmax, weigh_values
 from quarrel.cpu_backend.lowering import Lowering
 from quarrel.cpu_backend.plan import Header, Live
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
@@ -65,6 +65,7 @@ def _scratch_layout(s: Shape) -> tuple[dict[str, int], int]:
     d, v, r = s.padded, s.value_padded, s.rows
     sizes = {"q": r * d, "k": d * SPLIT, "v": v * SPLIT, "p": r * SPLIT, "o": r * v, "m": r, "l": r, "a": r, "b": r}
     sizes["s"] = direct.MOST_ROWS * v if direct.takes(s) else 0
+    sizes["scales"] = SPLIT if s.folds else 0
     at, places = 0, {}
     for name, count in sizes.items():
         places[name] = at
@@ -84,7 +85,7 @@ def _unpack_keys(
         if isinstance(keys, Keys):
             keys.prefetch_part(k, start + j, last, 0, 1, locality=3)
             columns = keys.columns(k, start + j)
-            scales = keys.scales(k, columns)
+            scales = None if keys.s.folds else keys.scales(k, columns)
             with k.range(0, keys.dim) as d:
                 column = keys.column(k, level, columns, d)
                 k.store(column if scales is None else column * scales, out + (j << 2) + d * (4 * SPLIT))
@@ -113,6 +114,15 @@ def _unpack_values(k: Kernel, level: Level, values: Source, start: Val, low: Val
         with k.range(first, end) as j:
             for d in range(0, padded, 16):
                 k.store(k.zero(F32x16), out + j * (4 * padded), 4 * d)
+
+
+def _copy_scales(k: Kernel, keys: Source, start: Val, span: tuple[Val, Val], out: Val) -> None:
+    """Scales of the split's keys span[0] .. span[1] - 1."""
+    assert isinstance(keys, Keys)
+    with k.range(*span, 16) as j:
+        scales = keys.scales(k, keys.columns(k, start + j))
+        assert scales is not None
+        k.store(scales, out + (j << 2))
 
 
 def _scaled_copy(k: Kernel, dim: int, source: Val, to: Val, factor: Val) -> None:
@@ -171,7 +181,7 @@ def _in_cache_or_unpacked(
 def attention(s: Shape, level: Level) -> KernelDef:
     """Chunk c is head c % n_kv of a planned item, the last item first (under a causal mask it has the most keys)."""
     places, scratch_bytes = _scratch_layout(s)
-    at_q, at_k, at_v, at_p, at_o, at_m, at_l, at_a, at_b, at_s = places.values()
+    at_q, at_k, at_v, at_p, at_o, at_m, at_l, at_a, at_b, at_s, at_scales = places.values()
     q_bytes, o_bytes = 4 * s.padded, 4 * s.value_padded
     heads = s.group * s.n_kv
     widest = 4 if level.registers >= 32 else 2
@@ -215,6 +225,8 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 direct.scores(k, level, s, scratch + at_q, keys, scratch + at_p, rows, start, (first, count), high)
 
             _in_cache_or_unpacked(k, s, rows, score_in_cache, score_unpacked)
+            if s.folds:
+                _copy_scales(k, keys, start, (oldest & -16, count), scratch + at_scales)
             with k.range(0, rows) as r:
                 own = position + r.udiv(s.group)
                 seen = _seen_to(k, a, first_row + r.udiv(s.group)) if s.spans else own + 1
@@ -222,7 +234,8 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 below = k.maximum(_oldest(k, s, own if s.spans else end + start - 1) - start, 0) if s.window else k.i64(0)
                 if s.reach:
                     below = k.maximum(own - s.reach - start, 0)
-                m, total = softmax(k, s, scratch + at_p + r * (4 * SPLIT), first, last, below, end)
+                p = scratch + at_p + r * (4 * SPLIT)
+                m, total = softmax(k, s, p, scratch + at_scales, first, last, below, end)
                 merge(k, *(scratch + (r << 2) + x for x in (at_m, at_l, at_a, at_b)), m, total)
 
             def weigh(r: Val, n: int) -> None:
@@ -232,6 +245,10 @@ def attention(s: Shape, level: Level) -> KernelDef:
 
             def weigh_unpacked() -> None:
                 _unpack_values(k, level, values, start, oldest, count, scratch + at_v)
+                if s.folds:
+                    with k.range(oldest & -KEYS, count, KEYS) as step:
+                        seen = (k.maximum(step, oldest & -16), k.minimum(step + KEYS, count))
+                        scale_weights(k, s, scratch + at_p, values, rows, start, *seen)
                 by_rows(k, rows, (widest, 1), weigh)
 
             def weigh_in_cache() -> None:

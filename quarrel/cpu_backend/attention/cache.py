@@ -33,6 +33,8 @@ from quarrel.ops.program import KVLayer
 
 Kind = Literal["float32", "float16", "bfloat16", "int8", "fp8", "fp8_e5m2"]
 _WIDTH = {"float32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "fp8": 1, "fp8_e5m2": 1}
+DECODED = {"int8": 1.0, "fp8": 256.0, "fp8_e5m2": 1.0}
+"""What codes are multiplied by, beside their scale, as `decoded` gives them."""
 LINE = 64
 N = TypeVar("N", int, Val)
 _MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
@@ -110,10 +112,10 @@ def to_host(cache: Cache, type: KVType) -> KVArrays:
     return KVArrays(values(cache.k), values(cache.v), type)
 
 
-def load(k: Kernel, level: Level, kind: Kind, at: Val, dim: int, d: int, lanes: int = 16) -> Val:
-    """Values d .. d + lanes - 1 of the head at `at`, as float32."""
+def load(k: Kernel, level: Level, kind: Kind, at: Val, dim: int, d: int, lanes: int = 16, scaled: bool = True) -> Val:
+    """Values d .. d + lanes - 1 of the head at `at`, as float32; if not `scaled`, codes lack their scale."""
     values = decoded(k, level, kind, k.load(at, vec(raw_type(kind), lanes), _WIDTH[kind] * d))
-    if kind not in TOP:
+    if kind not in TOP or not scaled:
         return values
     scale = head_scale(k, kind, at, dim)
     return values * (k.splat(scale, lanes) if lanes > 1 else scale)
@@ -141,8 +143,7 @@ def decoded(k: Kernel, level: Level, kind: Kind, raw: Val) -> Val:
 
 def head_scale(k: Kernel, kind: Kind, at: Val, dim: int) -> Val:
     """What codes of the head at `at`, as `decoded` gives them, are multiplied by."""
-    scale = k.load(at, F32, dim)
-    return scale * 256.0 if kind == "fp8" else scale
+    return k.load(at, F32, dim) * DECODED[kind]
 
 
 Put = Callable[[Val, Val], None]

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from quarrel.cpu_backend.attention.cache import decoded, head_scale, raw_type, value_bytes
+from quarrel.cpu_backend.attention.cache import decoded, raw_type, value_bytes
 from quarrel.cpu_backend.attention.shape import KEYS, SPLIT, Shape
 from quarrel.cpu_backend.attention.source import Keys, Source
+from quarrel.cpu_backend.attention.split import scale_weights
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I64, Kernel, Val, vec
 from quarrel.cpu_backend.runtime.vector import F32x16
-from quarrel.ops.kv import TOP
 
 MOST_ROWS = 8
 """Query rows (positions times heads of the group), at most, that are computed here."""
@@ -35,6 +35,13 @@ def widths(group: int, level: Level) -> tuple[int, ...]:
     return (4,) if group % 4 == 0 else (4, 2) if group % 2 == 0 else (4, 2, 1)
 
 
+def key_vectors(rows: int) -> int:
+    """How many vectors of sixteen keys so many rows are multiplied by at once: four chains of multiply-adds. One row and
+    int8 on a Zen 4, whose multiply-adds take four clocks and start one a clock: 10.8 ns a key of 64 values, with one vector
+    12.4. Four rows with two vectors lose 6 %."""
+    return max(1, 4 // rows)
+
+
 def by_rows(k: Kernel, count: Val, at_once: tuple[int, ...], work: Callable[[Val, int], None]) -> None:
     """Calls work(first row, rows) so that all rows are covered, as many at a time as there are."""
     r = k.var(k.i64(0))
@@ -47,29 +54,37 @@ def by_rows(k: Kernel, count: Val, at_once: tuple[int, ...], work: Callable[[Val
 def scores(
     k: Kernel, level: Level, s: Shape, q: Val, keys: Keys, p: Val, rows: Val, start: Val, span: tuple[Val, Val], end: Val
 ) -> None:
-    """p[r, j] = q[r] . k[j] for the split's keys span[0] .. span[1] - 1, sixteen at a time; asks for later keys, up to
-    position `end`."""
+    """p[r, j] = q[r] . k[j] for the split's keys span[0] .. span[1] - 1, span[0] being a multiple of KEYS; asks for later
+    keys, up to position `end`."""
     first, count = span
-    with k.range(first, count, 16) as j:
-        columns = keys.columns(k, start + j)
-        scales = keys.scales(k, columns)
+
+    def score_keys(r: Val, n: int, j: Val, vectors: int) -> None:
+        columns, row = [keys.columns(k, start + j + 16 * v) for v in range(vectors)], q + r * (4 * s.padded)
+        acc = [[k.var(k.zero(F32x16)) for _ in range(vectors)] for _ in range(n)]
+        # An eighth is asked for at a time: all at once would fill the queue of misses, and wait there.
+        with k.range(0, 8) as part:
+            for v in range(vectors):
+                keys.prefetch_part(k, start + j + 16 * v, end - 1, part, 8, locality=2)
+            with k.range(part * (s.dim // 8), (part + 1) * (s.dim // 8), 2) as d:
+                for odd in range(2):
+                    decoded = [keys.column(k, level, at, d + odd) for at in columns]
+                    for i, of_row in enumerate(acc):
+                        x = k.splat(k.load(row + (d << 2), F32, 4 * s.padded * i + 4 * odd), 16)
+                        for column, sum in zip(decoded, of_row, strict=True):
+                            sum.v = k.fma(column, x, sum.v)
+        for i, of_row in enumerate(acc):
+            for v, sum in enumerate(of_row):
+                k.store(sum.v, p + r * (4 * SPLIT) + (j << 2), 4 * SPLIT * i + 64 * v)
+
+    with k.range(first, count, KEYS) as step:
+        stop = k.minimum(step + KEYS, count + 15 & -16)
 
         def score(r: Val, n: int) -> None:
-            row = q + r * (4 * s.padded)
-            acc = [k.var(k.zero(F32x16)) for _ in range(n)]
-            # An eighth is asked for at a time: all at once would fill the queue of misses, and wait there.
-            with k.range(0, 8) as part:
-                keys.prefetch_part(k, start + j, end - 1, part, 8, locality=2)
-                with k.range(part * (s.dim // 8), (part + 1) * (s.dim // 8), 2) as d:
-                    for odd in range(2):
-                        column = keys.column(k, level, columns, d + odd)
-                        if scales is not None:
-                            column = column * scales
-                        for i, v in enumerate(acc):
-                            x = k.splat(k.load(row + (d << 2), F32, 4 * s.padded * i + 4 * odd), 16)
-                            v.v = k.fma(column, x, v.v)
-            for i, v in enumerate(acc):
-                k.store(v.v, p + r * (4 * SPLIT) + (j << 2), 4 * SPLIT * i)
+            j = k.var(step)
+            for vectors in sorted({key_vectors(n), 1}, reverse=True):
+                with k.loop_while(lambda: j.v + 16 * vectors <= stop):  # noqa: B023
+                    score_keys(r, n, j.v, vectors)
+                    j.v = j.v + 16 * vectors
 
         by_rows(k, rows, widths(s.group, level), score)
 
@@ -94,8 +109,11 @@ def weigh_values(
         k.store(k.zero(F32x16), sums + (i << 6))
     with k.range(low & -KEYS, count, KEYS) as step:
         first, stop = k.maximum(step, low), k.minimum(step + KEYS, count)
+        if s.folds:
+            scale_weights(k, s, p, values, rows, start, first & -16, stop)
         with k.range(first & -16, stop, 16) as g:
             used, needed_later = values.at(k, start + g), values.at(k, k.minimum(start + g + KEYS, end - 1 & -16))
+            k.prefetch(needed_later, 16 * values.row_bytes - 1, locality=2)  # a block may end in a line of its own
             for i in range(16):
                 for address, places in ((used, here), (needed_later, later)):
                     k.store(address + i * values.row_bytes, places + (g - step << 3), 8 * i)
@@ -117,13 +135,10 @@ def weigh_values(
                 weight = p + r * (4 * SPLIT) + (j << 2)
                 for o in range(0, count * value_bytes(s.kind), 64):
                     k.prefetch(soon + skipped, o, locality=2)
-                scale = k.splat(head_scale(k, s.kind, row, s.dim), 16) if s.kind in TOP else None
                 factors = [k.splat(k.load(weight, F32, 4 * SPLIT * i), 16) for i in range(n)]
                 for c, o in enumerate(places):
                     raw = k.load(row + skipped, vec(raw_type(s.kind), 16), o * value_bytes(s.kind))
                     value = decoded(k, level, s.kind, raw)
-                    if scale is not None:
-                        value = value * scale
                     for of_row, factor in zip(acc, factors, strict=True):
                         of_row[c].v = k.fma(value, factor, of_row[c].v)
             for i, of_row in enumerate(acc):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quarrel.cpu_backend.attention.cache import Kind
+from quarrel.ops.kv import TOP
 
 SPLIT = 256
 KEYS = 64
@@ -34,6 +35,12 @@ class Shape:
     """How far away a query sees keys where it sees both sides; 0 for any distance."""
     spans: bool = False
     """Each query says which position it sees up to."""
+
+    @property
+    def folds(self) -> bool:
+        """Scales of codes multiply scores, and weights of the softmax, instead of keys and values. Where scores read the
+        values too, a score has two scales."""
+        return self.kind in TOP and not self.latent
 
     @property
     def value_dim(self) -> int:

@@ -6,10 +6,19 @@ from dataclasses import dataclass
 from functools import reduce
 from operator import or_
 
-from quarrel.cpu_backend.attention.cache import block_place, decoded, head_bytes, head_scale, load, raw_type, value_bytes
+from quarrel.cpu_backend.attention.cache import (
+    DECODED,
+    block_place,
+    decoded,
+    head_bytes,
+    head_scale,
+    load,
+    raw_type,
+    value_bytes,
+)
 from quarrel.cpu_backend.attention.shape import Shape
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import I8, I32, I64, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.ir import F32, I8, I32, I64, Kernel, Val, vec
 from quarrel.cpu_backend.runtime.vector import F32x16
 from quarrel.ops.kv import TOP
 
@@ -34,14 +43,14 @@ class Source:
         return self.head_bytes if self.table is not None else self.s.n_kv * self.head_bytes
 
     def load(self, k: Kernel, level: Level, at: Val, d: int) -> Val:
-        """Values d .. d + 15 of the vector there as float32, zeros past its end."""
+        """Values d .. d + 15 of the vector there as float32, zeros past its end; scales that `folds` moves are left out."""
         have = min(16, self.dim - d)
         if have == 16:
-            return load(k, level, self.s.kind, at, self.dim, d)
+            return load(k, level, self.s.kind, at, self.dim, d, scaled=not self.s.folds)
         buffer = k.stack(64)
         k.store(k.zero(F32x16), buffer)
         for i in range(have):
-            k.store(load(k, level, self.s.kind, at, self.dim, d + i, 1), buffer, 4 * i)
+            k.store(load(k, level, self.s.kind, at, self.dim, d + i, 1, scaled=not self.s.folds), buffer, 4 * i)
         return k.load(buffer, F32x16)
 
     def whole(self, k: Kernel, level: Level, at: Val, d: Val) -> Val:
@@ -71,6 +80,11 @@ class Source:
             first + (self.row_bytes * i if self.table is not None else k.minimum(last - key, i) * self.row_bytes)
             for i in range(16)
         ]
+
+    def row_scales(self, k: Kernel, key: Val) -> Val:
+        """The scales of tokens key .. key + 15, `key` being a multiple of 16, as F32x16."""
+        row = self.at(k, key)
+        return k.join([k.load(row, F32, i * self.row_bytes + self.dim) for i in range(16)])
 
     def prefetch(self, k: Kernel, rows: list[Val], locality: int = 3) -> None:
         for row in rows:
@@ -103,8 +117,7 @@ class Keys(Source):
         if self.s.kind not in TOP:
             return None
         bytes = (k.load(at, vec(I8, 16), (self.dim + i) * self._pitch).to(I32, unsigned=True) << 8 * i for i in range(4))
-        scales = reduce(or_, bytes).bitcast(F32x16)
-        return scales * 256.0 if self.s.kind == "fp8" else scales
+        return reduce(or_, bytes).bitcast(F32x16) * DECODED[self.s.kind]
 
     def prefetch_part(self, k: Kernel, key: Val, last: Val, part: Val | int, parts: int, locality: int) -> None:
         """Of the next block as much as sixteen of this block's keys from `key` on are of it, in so many parts; none is

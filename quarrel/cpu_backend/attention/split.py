@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 
+from quarrel.cpu_backend.attention.cache import DECODED
 from quarrel.cpu_backend.attention.shape import KEYS, SPLIT, Shape
+from quarrel.cpu_backend.attention.source import Source
 from quarrel.cpu_backend.runtime.features import Level
 from quarrel.cpu_backend.runtime.ir import F32, I32, Kernel, Val
 from quarrel.cpu_backend.runtime.vector import F32x16, exp, max_lanes, sum_lanes, tanh
@@ -33,13 +35,18 @@ def scores(k: Kernel, level: Level, s: Shape, q: Val, keys: Val, p: Val, rows: i
                 k.store(acc[r][v].v, p + (j << 2), 4 * SPLIT * r + 64 * v)
 
 
-def softmax(k: Kernel, s: Shape, p: Val, first: Val, last: Val, low: Val, high: Val) -> tuple[Val, Val]:
-    """Scores of one row to exp(s - m), 0 outside [low, high); returns m (-inf if nothing is visible) and the sum."""
+def softmax(k: Kernel, s: Shape, p: Val, scales: Val, first: Val, last: Val, low: Val, high: Val) -> tuple[Val, Val]:
+    """Scores of one row to exp(s - m), 0 outside [low, high); returns m (-inf if nothing is visible) and the sum.
+
+    scales: of the split's keys, which scores still lack where the shape folds them.
+    """
     lanes = k.lane_constants(I32, range(16))
     top = k.var(k.f32(-math.inf, 16))
     low32, high32 = (k.splat(x.to(I32), 16) for x in (low, high))
     with k.range(first, last, 16) as j:
         x = k.load(p + (j << 2), F32x16)
+        if s.folds:
+            x = x * k.load(scales + (j << 2), F32x16)
         if s.cap:
             x = tanh(k, x * (1.0 / s.cap)) * s.cap
         index = k.splat(j.to(I32), 16) + lanes
@@ -54,6 +61,17 @@ def softmax(k: Kernel, s: Shape, p: Val, first: Val, last: Val, low: Val, high: 
         k.store(e, p + (j << 2))
         total.v = total.v + e
     return m, sum_lanes(total.v)
+
+
+def scale_weights(k: Kernel, s: Shape, p: Val, values: Source, rows: Val, start: Val, first: Val, last: Val) -> None:
+    """Weights of `rows` rows times the scales of the values of keys first .. last - 1, at most KEYS, in whole vectors."""
+    with k.range(first, last, 16) as j:
+        scales = values.row_scales(k, start + j) * DECODED[s.kind]
+        with k.range(0, rows) as r:
+            at = p + r * (4 * SPLIT) + (j << 2)
+            weight = k.load(at, F32x16)
+            # What a query does not see may have any scale.
+            k.store(k.select(weight.ne(0.0), weight * scales, 0.0), at)
 
 
 def merge(k: Kernel, at_m: Val, at_l: Val, at_a: Val, at_b: Val, m: Val, total: Val) -> None:
