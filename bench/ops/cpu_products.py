@@ -4,7 +4,7 @@
 
 FOLDER has libggml-base.so and libggml-cpu.so of a build of llama.cpp. So the arithmetic alone is compared, which neighbours
 on a busy machine hide in whole models. Both sides' results are compared first. A figure is the nanoseconds that 256 values
-of a weight row take with one row of x: the difference of 96 and 16 weight rows, whose fixed costs go, each the least of
+of a weight row take with one row of x: the difference of 96 and 32 weight rows, whose fixed costs go, each the least of
 many short runs in turns. llama.cpp repacks Q4_0, Q4_K, Q2_K and IQ4_NL when it loads a model; its kernels here do not.
 """
 
@@ -23,7 +23,7 @@ from quarrel.cpu_backend.formats.table import BLOCKS
 from quarrel.cpu_backend.linear.activations import padded, quantize, row_bytes, to_bfloat16
 from quarrel.cpu_backend.linear.floats import PAIRS, float_linear
 from quarrel.cpu_backend.linear.matvec import MATVEC_ROWS, matvec
-from quarrel.cpu_backend.linear.tile import tile, tile_count
+from quarrel.cpu_backend.linear.tile import block_rows, tile, tile_count
 from quarrel.cpu_backend.runtime.abi import KernelDef
 from quarrel.cpu_backend.runtime.features import level
 from quarrel.cpu_backend.runtime.pool import aligned
@@ -31,8 +31,8 @@ from quarrel.gguf import GGMLType
 from quarrel.gguf.quantize import quantize as encoded
 
 TYPES = "F32,F16,BF16,Q8_0,Q6_K,Q5_K,Q4_K,Q4_0,Q3_K,Q2_K,IQ4_XS,MXFP4"
-FEW, MANY = 16, 96
-"""Weight rows."""
+FEW, MANY = 32, 96
+"""Weight rows: whole tiles."""
 Kernel = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 Run = Callable[[], np.ndarray]
 
@@ -113,8 +113,9 @@ def ours(name: str, weight: np.ndarray, x: np.ndarray) -> Run:
             kernel = matvec(fmt, here, tail > 0)
             common["bounds"] = bounds.ctypes.data
         else:
-            kernel, chunks = tile(fmt, here, tail > 0, padded(k)), tile_count(here, n)
-            common["n_tiles"] = chunks
+            kernel, tiles = tile(fmt, here, tail > 0, padded(k)), tile_count(here, n)
+            chunks = -(-rows // block_rows(padded(k))) * tiles
+            common["n_tiles"] = tiles
     return called(kernel, common, chunks, y, keep)
 
 

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from quarrel.cpu_backend.backend import CpuBackend
+from quarrel.cpu_backend.linear.activations import padded
+from quarrel.cpu_backend.linear.tile import block_rows
 from quarrel.cpu_backend.runtime import features
 from quarrel.gguf import FORMATS, GGMLType
 from quarrel.ops import draw
@@ -49,6 +51,17 @@ def test_linear_is_right_and_does_not_depend_on_the_batch(backend: CpuBackend, t
             assert np.array_equal(y, results[-1][: len(y)])
         singles = [backend.run_op(LINEAR, LinearSpec(type, n, k), (x[i : i + 1], weight))[0] for i in (4, 16)]
         assert np.array_equal(np.concatenate(singles), results[-1][[4, 16]])
+
+
+@pytest.mark.parametrize(("k", "most"), [(2048, 512), (5632, 228), (11008, 108), (14336 + 32, 96), (1 << 17, 96)])
+def test_long_rows_come_in_blocks_that_stay_in_a_cache(backend: CpuBackend, k: int, most: int) -> None:
+    assert block_rows(padded(k)) == most
+    rng, type, n = np.random.default_rng(3), GGMLType.Q8_0, 3
+    weight, some = draw.weight(rng, type, n, k), draw.activations(rng, 9, k)
+    wanted = backend.run_op(LINEAR, LinearSpec(type, n, k), (some, weight))[0]
+    for rows in {most, most + 1, 2 * most + 13} if k < 1 << 16 else {most + 1}:
+        (y,) = backend.run_op(LINEAR, LinearSpec(type, n, k), (some[np.arange(rows) % 9], weight))
+        assert np.array_equal(y, wanted[np.arange(rows) % 9])
 
 
 def test_pairs_of_bfloat16_round_x_and_nothing_else() -> None:

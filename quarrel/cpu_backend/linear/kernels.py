@@ -18,7 +18,7 @@ from quarrel.cpu_backend.linear import floats
 from quarrel.cpu_backend.linear.activations import row_bytes
 from quarrel.cpu_backend.linear.floats import CHUNK_BYTES, float_linear
 from quarrel.cpu_backend.linear.matvec import matrix_fields, matvec
-from quarrel.cpu_backend.linear.tile import T_BLOCK, tile, tile_count
+from quarrel.cpu_backend.linear.tile import block_rows, tile, tile_count
 from quarrel.cpu_backend.lowering import Field, Lowering
 from quarrel.cpu_backend.plan import Header, Job
 from quarrel.cpu_backend.runtime.features import Level
@@ -148,7 +148,7 @@ def _tile_job(e: Lowering, c: Call) -> Job:
     fields = {**c.output, **matrix_fields(c.w, c.w.rows), "x": e.quantized(c.x), "x_stride": row_bytes(c.w.k)}
     kernel = tile(BLOCKS[c.w.type], e.plan.level, fields["tail"] > 0, fields["p"])
     fields |= {"live_rows": e.plan.live(axis), "n_tiles": n_tiles}
-    return e.job(kernel, Header.tile(axis), fields, T_BLOCK, n_tiles)
+    return e.job(kernel, Header.tile(axis), fields, block_rows(fields["p"]), n_tiles)
 
 
 def _floats(e: Lowering, c: Call, kind: str, x: Field, k: int) -> Job:
@@ -158,7 +158,7 @@ def _floats(e: Lowering, c: Call, kind: str, x: Field, k: int) -> Job:
     n_tiles = -(-w.rows // rows)
     matrix = {"w": w.address, "n": w.rows, "k": k, "row_bytes": w.row_bytes}
     fields = {**c.output, **matrix, "x": x, "live_rows": e.plan.live(axis), "n_tiles": n_tiles, "chunk_rows": rows}
-    return e.job(float_linear(kind, e.plan.level, k), Header.axis(axis), fields, T_BLOCK, n_tiles)
+    return e.job(float_linear(kind, e.plan.level, k), Header.axis(axis), fields, floats.T_BLOCK, n_tiles)
 
 
 def _pairs_job(e: Lowering, c: Call) -> Job:

@@ -1,6 +1,6 @@
 """Many activation rows times packed weight rows: the prefill path, bound by arithmetic.
 
-A chunk takes LANES * `vectors` weight rows and up to T_BLOCK activation rows. It first unpacks the weight rows once into
+A chunk takes LANES * `vectors` weight rows and a block of activation rows. It first unpacks the weight rows once into
 scratch memory, one lane per weight row, four consecutive codes per 32-bit lane:
 
     codes[p, b, g]   16 rows x 4 bytes     p = chain (a group of the superblock), b = superblock, g = four values
@@ -39,8 +39,12 @@ from quarrel.cpu_backend.runtime.vector import (
 )
 
 LANES = 16
-T_BLOCK = 512
-"""Activation rows of one chunk: their codes stay in the second-level cache while the chunk's weights are in the first."""
+MOST, LEAST, EVEN = 512, 96, 12
+"""Activation rows of a block, at most and of long rows, and whose multiples are whole tiles."""
+BLOCK_VALUES = 5 << 18
+"""Values of a block's rows, which stay in the second-level cache while weights change. Zen 4 (1 MB), 504 rows of Q5_K, Q3_K
+and IQ4_XS, ns a superblock and row: of 5632 values 1.9, 2.0 and 1.8 with 192 rows, 2.3, 2.2 and 1.9 with 504; of 14336 2.0,
+2.2 and 1.8 with 96, 2.8, 3.0 and 2.9 with 504. Weights are unpacked for every block, so those of short rows are longer."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,19 @@ def shapes(level: Level, fmt: BlockFormat) -> list[Shape]:
     if level.registers >= 32:
         return [Shape(2, 6), Shape(2, 2)]
     return [Shape(1, 4 if by_words(level, fmt) else 2)]
+
+
+def block_rows(p: int) -> int:
+    """Activation rows of `p` padded values that a block has at most."""
+    return max(LEAST, min(MOST, BLOCK_VALUES // p // EVEN * EVEN))
+
+
+def _block(k: Kernel, i: Val, rows: Val, p: Val) -> tuple[Val, Val]:
+    """Where block i of the rows begins and ends: as few blocks as `block_rows` allows, of about the same length."""
+    most = k.maximum(k.minimum(k.i64(BLOCK_VALUES).udiv(p * EVEN) * EVEN, MOST), LEAST)
+    blocks = (rows + most - 1).udiv(most)
+    each = k.minimum((rows + blocks * EVEN - 1).udiv(blocks * EVEN) * EVEN, most)
+    return i * each, k.minimum((i + 1) * each, rows)
 
 
 def tile_count(level: Level, rows: int) -> int:
@@ -320,13 +337,13 @@ def tile_scratch(fmt: BlockFormat, level: Level, k_padded: int) -> int:
 
 
 def tile(fmt: BlockFormat, level: Level, tail: bool, k_padded: int) -> KernelDef:
-    """Chunk c computes weight rows [32 * (c % n_tiles), ...) for activation rows [T_BLOCK * (c // n_tiles), ...)."""
+    """Chunk c computes weight rows [32 * (c % n_tiles), ...) for the block c // n_tiles of activation rows."""
     step = LANES * vectors(level)
 
     def body(k: Kernel, a: Fields, chunk: Val, scratch: Val) -> None:
         m, x, stride = Matrix.of(a), a.x, a.x_stride
-        start = chunk // a.n_tiles * T_BLOCK
-        rows = Rows(start, k.minimum(start + T_BLOCK, a.live_rows), lambda t: x + t * stride, lambda t: t)
+        start, stop = _block(k, chunk.udiv(a.n_tiles), a.live_rows, m.p)
+        rows = Rows(start, stop, lambda t: x + t * stride, lambda t: t)
         tile_rows(k, level, fmt, m, chunk % a.n_tiles * step, rows, Output.of(a, m.n), scratch, tail)
 
     fields = ("live_rows", "x", "x_stride", "n_tiles", *MATRIX_FIELDS, *OUTPUT_FIELDS)
