@@ -20,7 +20,7 @@ from quarrel.ops.kv import stored
 from quarrel.ops.linear import LINEAR, LinearSpec
 
 LEVELS = [level.name for level in features.levels()]
-ROWS = (1, 2, 7, 8, 9, 17)
+ROWS = (1, 2, 5, 7, 8, 9, 11, 17)
 
 
 @pytest.fixture(name="backend", scope="module", params=LEVELS)
@@ -34,7 +34,7 @@ def shapes(type: GGMLType) -> list[tuple[int, int]]:
     """(n, k): whole superblocks, and a row that ends within one where the format allows it; of floats also chunks of more
     rows than a block of them has, with values in more than one stretch."""
     smallest = FORMATS[type].elements
-    odd = {256: [], 64: [(35, 64 * 5)], 32: [(35, 32 * 11)], 1: [(35, 77), (35, 78), (500, 1030)]}[smallest]
+    odd = {256: [], 64: [(35, 64 * 5)], 32: [(35, 32 * 11)], 1: [(35, 77), (35, 78), (500, 1030), (26, 4400)]}[smallest]
     return [(67, 768), *odd]
 
 

@@ -48,6 +48,16 @@ VALUE_BYTES = {**FLOATS, PAIRS: 4}
 """Bytes of a value of a `FloatMatrix`."""
 
 
+FITTING = 2048
+"""Pairs of a row, six of which fit a first-level cache of 48 KB. Zen 4 (32 KB), ns a superblock and row in stretches /
+without, six and 128 rows of 2048 values: 2.7 / 2.1, 3.3 / 2.4 to 2.7; of 4096 2.7 / 2.1, 3.0 to 3.4 / 2.2."""
+
+
+def is_short(kind: str, k: int) -> bool:
+    """Whether rows of `k` values are read one at a time, and never in stretches."""
+    return k <= FITTING if kind == PAIRS else k < SHORT
+
+
 def load_weights(k: Kernel, level: Level, kind: str, row: Val, offset: Val, lanes: int) -> Val:
     """`load_float`, of pairs as they are."""
     return load_float(k, level, "F32" if kind == PAIRS else kind, row, offset, lanes)
@@ -62,7 +72,7 @@ class FloatMatrix:
     kind: str
     k: Val
     short: bool
-    """Whether rows have fewer than SHORT values."""
+    """See `is_short`."""
 
     def single(self, level: Level) -> int:
         """Rows that are computed side by side for a single activation row. With AVX-512 one of halves is fast enough for
@@ -79,10 +89,10 @@ def vector_lanes(level: Level, rows: int) -> int:
 def in_blocks(level: Level, m: FloatMatrix, weights: int, rows: int) -> bool:
     """Whether tiles are computed in stretches (`_Block`): half of the lanes after the other, where all of them would not
     fit the registers, or because x of long rows does not fit the first-level cache. Beside F32, whose weights take most of
-    that, it gained nothing."""
+    that, it gained nothing, and tiles of five rows are faster without (Zen 4, F16 of 2048 values 4.2 ns for 5.0)."""
     if level.registers < 32:
         return weights * rows > 6
-    return weights * rows > 16 and not m.short and m.kind != "F32"
+    return weights * rows > 20 and not m.short and m.kind != "F32"
 
 
 @dataclass(frozen=True)
@@ -269,12 +279,12 @@ TOGETHER = {4: (4,), 3: (2, 1), 1: (1,)}
 
 def tiles(level: Level) -> tuple[tuple[int, int], ...]:
     """Weight rows by activation rows that are computed at once, where there are so many activation rows."""
-    return ((4, 6), (4, 4), (4, 3), (4, 2)) if level.registers >= 32 else ((3, 4), (3, 2))
+    return ((4, 6), (4, 5), (4, 4), (4, 3), (4, 2)) if level.registers >= 32 else ((3, 4), (3, 2))
 
 
 def skipped(level: Level, width: int) -> tuple[int, ...]:
-    """Numbers of activation rows that are left to narrower tiles: 8 are twice 4, 7 are 4 and 3, 5 are 3 and 2."""
-    return {6: (7, 8), 4: (5,)}.get(width, ()) if level.registers >= 32 else ()
+    """Numbers of activation rows that are left to narrower tiles: 8 are twice 4, 7 are 4 and 3."""
+    return (7, 8) if level.registers >= 32 and width > 4 else ()
 
 
 def chunk_rows(level: Level, rows: int, row_bytes: int, threads: int) -> int:
@@ -335,7 +345,7 @@ def exact_rows(
     k: Kernel, level: Level, name: str, a: Fields, base: Val, span: tuple[Val, Val], k_in: int, scratch: Val
 ) -> FloatMatrix:
     """The weight rows in the span as something to compute with: as they are, or dequantised into scratch memory."""
-    short = k_in < SHORT
+    short = is_short(name, k_in)
     if name not in BLOCKS:
         return FloatMatrix(base, a.row_bytes, name, a.k, short)
     size = (a.k + 255 & -256) << 2
@@ -352,7 +362,7 @@ def exact_scratch(name: str, k_in: int) -> int:
 def exact_marks(name: str, k_in: int) -> str:
     """What the code of a kernel with `exact_rows` and `float_rows` depends on, beside the format."""
     ragged = name in BLOCKS and k_in % 256 != 0
-    return f"{'/tail' if k_in % 16 else ''}{'/ragged' if ragged else ''}{'/short' if k_in < SHORT else ''}"
+    return f"{'/tail' if k_in % 16 else ''}{'/ragged' if ragged else ''}{'/short' if is_short(name, k_in) else ''}"
 
 
 def float_linear(name: str, level: Level, k_in: int) -> KernelDef:
