@@ -59,16 +59,14 @@ def plan_model(opened: Opened) -> Planned:
                 check_movable(f"{name} is {value}", name, layers=0, movable=True)
         if isinstance(options.gpu_layers, int) and options.gpu_layers < opened.spec.n_layers:
             raise RequestError("an encoder runs whole on one device: leave gpu_layers out", "gpu_layers")
-        weights, n_ctx, max_seqs = opened.weight_bytes, options.n_ctx, options.max_seqs
+        weights = opened.weight_bytes + _copies(opened, assemble(opened.spec, opened.tensors))
+        n_ctx, max_seqs = options.n_ctx, options.max_seqs
         memory = plan_encoder(opened.spec, device=device, weights=weights, n_ctx=n_ctx, max_seqs=max_seqs)
     else:
         program = assemble(opened.spec, opened.tensors)
         if opened.eyes is not None:
             n_ctx = options.n_ctx or min(opened.spec.context_length, DEFAULT_CONTEXT)
             taken = opened.eyes.nbytes(n_ctx, keeps_rows=backend.name == "triton")
-            device = replace(device, free=device.free - taken, budget=device.budget - taken)
-        if isinstance(backend, CopiesWeights):
-            taken = backend.copies_bytes(program, options.compute) // opened.devices
             device = replace(device, free=device.free - taken, budget=device.budget - taken)
         if options.draft is not None:
             draft = (plan_block if options.draft == MTP else plan_draft)(opened, program, device)
@@ -179,9 +177,11 @@ def _on_device(
     opened: Opened, spec: ModelSpec, program: Program, weights: int, context: int, device: Device, shared: bool
 ) -> tuple[Plan, HostExperts | None]:
     options, backend = opened.options, opened.backend
+    copies = _copies(opened, program)
 
     def make_plan(size: int) -> Plan:
-        return _planned(opened, spec, program, device, backend, size)
+        # Of what leaves the device there are no copies on it.
+        return _planned(opened, spec, program, device, backend, size + copies * size // weights)
 
     alone = None if shared or opened.environment.check else backend
     host = partial(_host, options.threads)
@@ -204,6 +204,12 @@ def _on_device(
         requested=options.experts_on_cpu,
         host=host,
     )
+
+
+def _copies(opened: Opened, program: Program) -> int:
+    """Bytes that the backend keeps of these weights beside them."""
+    backend = opened.backend
+    return backend.copies_bytes(program, opened.options.compute) if isinstance(backend, CopiesWeights) else 0
 
 
 def _host(threads: int | None) -> ComputesParts:

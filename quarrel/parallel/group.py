@@ -49,7 +49,9 @@ class TorchGroup:
         size: int,
         device: torch.device,
         peer_sums: type[PeerSums] | None = None,
+        sums: bool = True,
     ) -> None:
+        """sums: whether the members add; else each only gives and takes."""
         self.rank, self.size, self._device = rank, size, device
         store = meeting.store(name, size)
         store.set_timeout(timedelta(minutes=2))
@@ -57,6 +59,7 @@ class TorchGroup:
         self._closed = threading.Event()
         self._peers: PeerSums | None = None
         self._sent: list[tuple[Any, torch.Tensor]] = []  # what may not have been taken yet
+        self._given: torch.cuda.Event | None = None
         self._options = dist.AllreduceOptions()
         self._options.asyncOp = False
         self._from = dist.BroadcastOptions()
@@ -72,6 +75,8 @@ class TorchGroup:
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = PATIENCE
         self._ranks = dist.ProcessGroupNCCL(store, rank, size, options)
+        if not sums:
+            return
         # The first sum makes the connections, which a graph could not.
         self.all_reduce(torch.zeros(1, device=device))
         peers = None if peer_sums is None else _peer_sums(peer_sums, store, rank, size, device)
@@ -132,13 +137,22 @@ class TorchGroup:
         """Gives a buffer to one member, who may take it later: in order. One of a CPU stays as it is; one of a GPU until
         what is launched next."""
         tensor = _tensor(buffer)
-        if tensor.is_cuda:  # what is launched next waits for it, not the host
-            self._wait(self._ranks.send([tensor], to, 0))
+        if tensor.is_cuda:
+            self._wait(self._ranks.send([tensor], to, 0))  # what is launched next waits for it, and the host one later
+            self.settle()
+            self._given = torch.cuda.Event()
+            self._given.record()
             return
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         while len(self._sent) >= _AHEAD:
             self._sent.pop(0)[0].wait()
         self._sent.append((self._ranks.send([tensor], to, 0), tensor))
+
+    def settle(self) -> None:
+        """Waits until what this member's GPU has given was taken; a fault of the device is raised here."""
+        given, self._given = self._given, None
+        if given is not None:
+            given.synchronize()
 
     def receive(self, source: int, shape: tuple[int, ...]) -> Any:
         """What that member sends next, float32 of this shape: an array, or of GPUs a tensor, which what is launched next

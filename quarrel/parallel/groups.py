@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -51,7 +52,7 @@ def join(meeting: Meeting, rank: int, ranks: int, stages: int, backend: Backend,
         backend.join(groups.sums)
     if stages > 1:
         here = device if meeting.one_host else device_of("cpu", 0)
-        groups.chain = TorchGroup(meeting, f"chain-{member}", rank // width, stages, here)
+        groups.chain = TorchGroup(meeting, f"chain-{member}", rank // width, stages, here, sums=False)
         groups.chain.meet_neighbours()
     return groups
 
@@ -60,7 +61,7 @@ def device_of(backend: str, index: int) -> Any:
     """The torch device of this number, made the current one."""
     import torch
 
-    if backend != "triton" or not torch.cuda.is_available():
+    if backend != "triton" or os.environ.get("TRITON_INTERPRET") == "1" or not torch.cuda.is_available():
         return torch.device("cpu")
     found = torch.cuda.device_count()
     if index >= found:

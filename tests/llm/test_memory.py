@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from quarrel.cpu_backend.backend import create
+import quarrel
+from quarrel.cpu_backend.backend import CpuBackend, create
 from quarrel.errors import OutOfMemory, RequestError
 from quarrel.gguf import GGMLType, GGUFFile
 from quarrel.llm.memory import (
@@ -324,3 +325,13 @@ def test_a_closed_model_gives_its_memory_back(monkeypatch: pytest.MonkeyPatch) -
     with quarrel.load("demo", backend="cpu", n_ctx=64):
         assert not calls
     assert len(calls) == 1
+
+
+def test_what_a_backend_keeps_of_weights_beside_them_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    def planned() -> int:
+        with quarrel.load("demo", backend="cpu", n_ctx=64) as llm:
+            return llm.explain().plan.weights
+
+    before = planned()
+    monkeypatch.setattr(CpuBackend, "copies_bytes", lambda self, program, compute: 5 << 20, raising=False)
+    assert planned() == before + (5 << 20)

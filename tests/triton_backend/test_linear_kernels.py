@@ -131,8 +131,8 @@ def test_a_large_map_streams_through_the_ring() -> None:
     made = ring.build(site, maps)
     assert (made.least, made.most, made.norms) == (8, 512, False)
     cuts = (
-        (8, 8, 2, 8, 2),
-        (9, 16, 2, 8, 2),
+        (8, 8, 2, 7, 2),
+        (9, 16, 2, 7, 2),
         (32, 32, 2, 8, 1),
         (64, 64, 1, 4, 1),
         (65, 128, 1, 4, 1),

@@ -68,6 +68,11 @@ class Weights(PackedWeights[Packed, torch.Tensor]):
         self._uploader = None
         super().finish()
 
+    def nbytes(self) -> int:
+        """Device bytes of all that is packed, and of what kernels made of it."""
+        packed = {id(p): p for own in self._packed.values() for p in (own, own.whole) if p is not None}
+        return super().nbytes() + sum(made.nbytes for p in packed.values() for made in p.derived.values())
+
     def beside(self, refs: Sequence[WeightRef], parts: int = 1) -> None:
         """Packs matrices that one launch reads as the rows of one, where their formats and columns are one. Of the last,
         so many parts of the columns are such rows, one after the other: a copy of it, which is packed by itself too."""

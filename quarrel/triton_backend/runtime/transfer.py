@@ -71,8 +71,12 @@ def _index(blocks: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _pinned(shape: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Bytes on the host that a GPU copies from and to by itself; PyTorch keeps what was given back for the next."""
-    return torch.empty(tuple(shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    """Bytes on the host that a GPU copies from and to by itself, if it can; PyTorch keeps what was given back for the
+    next."""
+    try:
+        return torch.empty(tuple(shape), dtype=torch.uint8, pin_memory=device.type == "cuda")
+    except RuntimeError:  # a host that pins no more
+        return torch.empty(tuple(shape), dtype=torch.uint8)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
