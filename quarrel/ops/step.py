@@ -412,10 +412,10 @@ class KeepsStates(Protocol):
 
 
 @runtime_checkable
-class HandsOn(Protocol):
+class KeepsStream(Protocol):
     """A stage's step whose stream can stay on its device; it takes that of the stage before from there too."""
 
-    def hand_on(self, inputs: StepInputs, want: Want) -> Rows:
+    def keep_stream(self, inputs: StepInputs, want: Want) -> Rows:
         """Starts a step. Its `stream` where it lies, float32 `[T, E]`, until the next step is started."""
 
 

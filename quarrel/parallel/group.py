@@ -51,7 +51,7 @@ class TorchGroup:
         peer_sums: type[PeerSums] | None = None,
         sums: bool = True,
     ) -> None:
-        """sums: whether the members add; else each only gives and takes."""
+        """sums: whether the members add; else they only send and receive."""
         self.rank, self.size, self._device = rank, size, device
         store = meeting.store(name, size)
         store.set_timeout(timedelta(minutes=2))
@@ -59,7 +59,7 @@ class TorchGroup:
         self._closed = threading.Event()
         self._peers: PeerSums | None = None
         self._sent: list[tuple[Any, torch.Tensor]] = []  # what may not have been taken yet
-        self._given: torch.cuda.Event | None = None
+        self._last_sent: torch.cuda.Event | None = None
         self._options = dist.AllreduceOptions()
         self._options.asyncOp = False
         self._from = dist.BroadcastOptions()
@@ -120,13 +120,13 @@ class TorchGroup:
 
     @property
     def on_device(self) -> bool:
-        """Whether members give each other what lies on their GPUs."""
+        """Whether members send tensors of their GPUs."""
         on: str = self._device.type
         return on == "cuda"
 
-    def meet_neighbours(self) -> None:
-        """Makes the connections of a chain, whose first member is the last stage: each takes from the one before and gives
-        to the next."""
+    def connect_chain(self) -> None:
+        """Makes the connections of a chain, whose first member is the last stage: each receives from the one before and
+        sends to the next."""
         probe = (1,)
         if self.rank != 1:
             self.receive((self.rank - 1) % self.size, probe)
@@ -134,25 +134,25 @@ class TorchGroup:
             self.send(torch.zeros(probe, device=self._device), (self.rank + 1) % self.size)
 
     def send(self, buffer: Any, to: int) -> None:
-        """Gives a buffer to one member, who may take it later: in order. One of a CPU stays as it is; one of a GPU until
-        what is launched next."""
+        """Sends a buffer to one member, who may receive it later: in order. Until then a CPU's must not change; a GPU's
+        may, as what is launched next waits."""
         tensor = _tensor(buffer)
         if tensor.is_cuda:
-            self._wait(self._ranks.send([tensor], to, 0))  # what is launched next waits for it, and the host one later
-            self.settle()
-            self._given = torch.cuda.Event()
-            self._given.record()
+            self._wait(self._ranks.send([tensor], to, 0))
+            self.wait_sent()
+            self._last_sent = torch.cuda.Event()
+            self._last_sent.record()
             return
         self._sent = [(work, kept) for work, kept in self._sent if not work.is_completed()]
         while len(self._sent) >= _AHEAD:
             self._sent.pop(0)[0].wait()
         self._sent.append((self._ranks.send([tensor], to, 0), tensor))
 
-    def settle(self) -> None:
-        """Waits until what this member's GPU has given was taken; a fault of the device is raised here."""
-        given, self._given = self._given, None
-        if given is not None:
-            given.synchronize()
+    def wait_sent(self) -> None:
+        """Waits until the last send from this member's GPU is over; a fault of the device is raised here."""
+        last, self._last_sent = self._last_sent, None
+        if last is not None:
+            last.synchronize()
 
     def receive(self, source: int, shape: tuple[int, ...]) -> Any:
         """What that member sends next, float32 of this shape: an array, or of GPUs a tensor, which what is launched next

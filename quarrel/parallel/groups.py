@@ -53,7 +53,7 @@ def join(meeting: Meeting, rank: int, ranks: int, stages: int, backend: Backend,
     if stages > 1:
         here = device if meeting.one_host else device_of("cpu", 0)
         groups.chain = TorchGroup(meeting, f"chain-{member}", rank // width, stages, here, sums=False)
-        groups.chain.meet_neighbours()
+        groups.chain.connect_chain()
     return groups
 
 

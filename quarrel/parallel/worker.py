@@ -20,7 +20,7 @@ from quarrel.models import ModelSpec, Tensors, assemble, read_spec
 from quarrel.models.shard import shard
 from quarrel.ops.program import Program
 from quarrel.ops.registry import backend as backend_named
-from quarrel.ops.step import HandsOn, Limits, Pending, Step, StepInputs, Want
+from quarrel.ops.step import KeepsStream, Limits, Pending, Step, StepInputs, Want
 from quarrel.ops.windows import with_window_groups
 from quarrel.parallel.groups import device_of, join
 from quarrel.parallel.meeting import Meeting
@@ -64,7 +64,7 @@ class Worker:
             self._link.send(pack(do="ready"))
             while True:
                 if groups.chain is not None and self._messages.empty():
-                    groups.chain.settle()  # as long as this process counts as stepping
+                    groups.chain.wait_sent()  # while this process still counts as stepping
                 self._clock.enter("idle")
                 message = unpack(self._messages.get())
                 self._clock.enter("stepping")
@@ -111,7 +111,12 @@ def _pass_on(step: Step, inputs: StepInputs, want: Want, chain: Any, program: Pr
     if not chain.rank:
         step(inputs, want)
         return
-    made = step.hand_on(inputs, want) if chain.on_device and isinstance(step, HandsOn) else step(inputs, want).stream
+    made: Any
+    if chain.on_device:
+        assert isinstance(step, KeepsStream)
+        made = step.keep_stream(inputs, want)
+    else:
+        made = step(inputs, want).stream
     chain.send(made, (chain.rank + 1) % chain.size)
 
 

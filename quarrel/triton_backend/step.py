@@ -212,8 +212,8 @@ class TritonStep:
                 at = end
             return made
 
-    def hand_on(self, inputs: StepInputs, want: Want) -> torch.Tensor:
-        """See `ops.step.HandsOn`."""
+    def keep_stream(self, inputs: StepInputs, want: Want) -> torch.Tensor:
+        """See `ops.step.KeepsStream`."""
         self._checked(inputs, want)
         with self._device():
             self._start(inputs, want, len(inputs.out_rows))

@@ -141,7 +141,7 @@ def test_how_products_are_cut(
         (GGMLType.MXFP4, 4096, ("scale",)),
     ],
 )
-def test_what_lies_across(type: GGMLType, k: int, lying: tuple[str, ...]) -> None:
+def test_what_is_transposed(type: GGMLType, k: int, lying: tuple[str, ...]) -> None:
     weight = packed(type, 40, k)
     made = linear_ring.Matrices.of(weight)
     assert made is linear_ring.Matrices.of(weight)  # copied once, whoever reads it
@@ -157,7 +157,7 @@ def test_what_lies_across(type: GGMLType, k: int, lying: tuple[str, ...]) -> Non
         np.testing.assert_array_equal(got.view(torch.uint8).numpy(), want.numpy())
         assert tile.stride(0) * size % 16 == 0
     room = sum(tile.untyped_storage().nbytes() for tile, plane in planes.values() if tile.shape[1] == 40)
-    assert room == linear_ring.across_bytes(type, 40, k)
+    assert room == linear_ring.transposed_bytes(type, 40, k)
     assert (scale.shape[1] == 40) is ("scale" in lying)
 
 

@@ -63,7 +63,7 @@ def _entries_layout(T, GATED, PLANES, EACH):
 
 
 @gluon.constexpr_function
-def _across_layout(T, GATED, PLANES, B):
+def _transposed_layout(T, GATED, PLANES, B):
     """`[B, 16 T]`, or `[2 B, 8 T]` of gate and up: of each row of a lane, entries of blocks t and t + 4, or its one."""
     other = [B, 0] if GATED else [0, 8]
     first = 8 if GATED else 16
@@ -163,9 +163,9 @@ def entries(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr):
 
 
 @gluon.jit
-def _across(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr, B: gl.constexpr):
+def _load_transposed(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr, B: gl.constexpr):
     """`[16 T, B]` of a tile `[B, 16 T]`, or `[2 B, 8 T]` of gate and up."""
-    v = tile.load(_across_layout(T, GATED, PLANES, B))
+    v = tile.load(_transposed_layout(T, GATED, PLANES, B))
     if GATED:
         v = gl.reshape(gl.permute(gl.reshape(v, [2, B, 8 * T]), (0, 2, 1)), [16 * T, B])
     else:
@@ -174,15 +174,15 @@ def _across(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr, B:
 
 
 @gluon.jit
-def entries_across(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr):
-    """`entries` of a tile that lies across."""
-    return _of_blocks(_across(tile, T, GATED, PLANES, 8), T, GATED, PLANES)
+def transposed_entries(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr):
+    """`entries` of a transposed tile."""
+    return _of_blocks(_load_transposed(tile, T, GATED, PLANES, 8), T, GATED, PLANES)
 
 
 @gluon.jit
-def tops_across(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr):
+def transposed_tops(tile, T: gl.constexpr, GATED: gl.constexpr, PLANES: gl.constexpr):
     """The scales of super-blocks beside those of their blocks, `[16 T, 4]`."""
-    v = gl.reshape(_across(tile, T, GATED, PLANES, 1), [16 * T, 1, 1])
+    v = gl.reshape(_load_transposed(tile, T, GATED, PLANES, 1), [16 * T, 1, 1])
     v = gl.reshape(in_product_order(v, T, GATED, PLANES, 1, 1), [16 * T])
     v = gl.convert_layout(v, gl.SliceLayout(1, gl.SliceLayout(2, words_layout(T))), assert_trivial=True)
     return v[:, None].broadcast_to([16 * T, 4])

@@ -13,11 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quarrel.gguf import GGMLType
 from quarrel.ops.contract import Compute, WeightRef
 from quarrel.triton_backend.elementwise import ring_x
 from quarrel.triton_backend.formats.pack import ROWS_BESIDE
-from quarrel.triton_backend.formats.table import NATIVE, RING, by_name
+from quarrel.triton_backend.formats.table import RING, by_name
 from quarrel.triton_backend.formats.weights import stored_as
 from quarrel.triton_backend.linear import mma
 from quarrel.triton_backend.linear.maps import Maps, Serves
@@ -32,6 +31,7 @@ try:  # Gluon is no stable interface: without the names of Triton 3.6 to 3.9 oth
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from quarrel.triton_backend.linear import ring_kernels as kernels
+    from quarrel.triton_backend.linear.ring_weights import Matrices, transposed_bytes
 except (ImportError, AttributeError):  # pragma: no cover
     kernels = None  # type: ignore[assignment]
 
@@ -171,88 +171,11 @@ def shift_of(weight: Packed) -> int:
     return 0 if scale.device.type == "meta" else ring.shift(scale, top)
 
 
-class Matrices:
-    """A stack of packed matrices as TMA reads it: rows of a copy are whole numbers of 16 bytes apart and have 16 or more.
-
-    Codes are as they were packed. Scales and upper bits of which a row is no such number, and the scales of super-blocks,
-    are copied once to lie across (`across`): 2 to 11 % of a matrix's bytes, up to 27 of Q5_0.
-    """
-
-    def __init__(self, weight: Packed) -> None:
-        codes, bits, scale, top = (plane.reshape(weight.n, -1).view(torch.uint8) for plane in weight.planes)
-        made = by_name(weight.format)
-        self.planes = codes.shape[1] * 256 // (128 * weight.k)
-        self.bits = made.bits.count if made.bits else 0
-        self.byte_scales = scale.shape[1] == weight.k // 32
-        self.tops = made.top is not None
-        self.scale_across = self.byte_scales or scale.shape[1] % 16 != 0
-        self.bits_across = bool(self.bits) and bits.shape[1] % 16 != 0
-        self._codes = codes.view(torch.int32)
-        entries = scale if self.byte_scales else scale.view(torch.int16)
-        self._scale = across(entries) if self.scale_across else entries
-        self._bits = self._top = self._codes
-        if self.bits:
-            words = bits.view(torch.int32)
-            self._bits = across(words) if self.bits_across else words
-        if made.top is not None:
-            self._top = across(top.view(torch.int32 if made.top.count == 2 else torch.int16), torch.int32)
-        self._made: dict[int, tuple[Any, ...]] = {}
-
-    @classmethod
-    def of(cls, weight: Packed) -> Matrices:
-        """Those of a weight, which it keeps for every kernel that reads it so."""
-        if "ring" not in weight.derived:
-            weight.derived["ring"] = cls(weight)
-        return weight.derived["ring"]
-
-    @property
-    def nbytes(self) -> int:
-        """Of the copies."""
-        made = [self._scale] * self.scale_across + [self._bits] * self.bits_across + [self._top] * self.tops
-        return sum(plane.untyped_storage().nbytes() for plane in made)
-
-    def descriptors(self, rows: int) -> tuple[Any, ...]:
-        """Of codes, scales, upper bits and scales of super-blocks, in boxes of so many rows."""
-        if rows not in self._made:
-            codes = bits = top = _boxes(self._codes, [rows, 32], 128)
-            scale = _boxes(self._scale, [8, rows] if self.scale_across else [rows, 8])
-            if self.bits:
-                width = 8 * self.bits
-                bits = _boxes(self._bits, [8, rows]) if self.bits_across else _boxes(self._bits, [rows, width], 4 * width)
-            if self.tops:
-                top = _boxes(self._top, [1, rows])
-            self._made[rows] = codes, scale, bits, top
-        return self._made[rows]
-
-
-def across(plane: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """A plane `[n, entries]` as `[entries, n]`, with rows that are whole numbers of 16 bytes apart."""
-    n, entries = plane.shape
-    room = torch.zeros((entries, cdiv(n, 16) * 16), dtype=dtype or plane.dtype, device=plane.device)
-    room[:, :n] = plane.T
-    return room[:, :n]
-
-
 def copies_bytes(refs: Iterable[WeightRef], compute: Compute, generation: int) -> int:
     """What `Matrices` may copy of these weights on a device of this major capability: of some it does not."""
     if declines_on(generation, compute) is not None:
         return 0
-    return sum(across_bytes(stored_as(ref.type, compute), ref.rows, ref.k) for ref in refs)
-
-
-def across_bytes(type: GGMLType, n: int, k: int) -> int:
-    """What `Matrices` copies of a matrix."""
-    made = NATIVE[type]
-    if made.ring is None or made.scale is None:
-        return 0
-    scale = made.scale.per_row(k) * made.scale.dtype.itemsize
-    bits = made.bits.per_row(k) * 4 if made.bits else 0
-    lying = (scale if made.scale.per_row(32) * made.scale.dtype.itemsize == 1 or scale % 16 else 0) + (bits % 16 and bits)
-    return (lying + (4 * (k // 256) if made.top else 0)) * cdiv(n, 16) * 16
-
-
-def _boxes(plane: torch.Tensor, shape: list[int], swizzle: int = 0) -> Any:
-    return TensorDescriptor.from_tensor(plane, shape, gl.NVMMASharedLayout(swizzle, 8 * plane.element_size(), 2))
+    return sum(transposed_bytes(stored_as(ref.type, compute), ref.rows, ref.k) for ref in refs)
 
 
 class Product:
@@ -275,9 +198,9 @@ class Product:
         return len(self._stacks) == 2
 
     @property
-    def scale_across(self) -> bool:
+    def scale_transposed(self) -> bool:
         """Whether scales lie across."""
-        return self._stacks[0].scale_across
+        return self._stacks[0].scale_transposed
 
     def tiles(self, cut: Cut) -> int:
         """Tiles of a matrix's rows."""
@@ -309,11 +232,11 @@ class Product:
         site.launch(
             kernels.ring, (cut.residents * self.multiprocessors,), y, *planes, rows.x, (rows.items, rows.pairs),
             (bias[0], bias[-1], 2.0**-self._shift, 2.0**self._shift, *ending.arguments), self._n, part_stride, rows.count,
-            K=self.k, PARTS=parts or ending.parts, SCALE_ACROSS=one.scale_across, BITS_ACROSS=one.bits_across,
-            FORMAT=self.format, GATED=gated, KIND=self._kind, BIAS=bool(self._biases) and not parts, BT=cut.width,
-            STAGES=self._stages(cut), TILES=self.tiles(cut), T=cut.warps, LISTED=not rows.count, SPAN=cut.span,
-            IN_TURN=ending.parts > 1, ADD=ending.residual is not None, THREE=bool(ending.further), warps=cut.warps,
-            early=starts_early(site), maxnreg=_registers(cut),
+            K=self.k, PARTS=parts or ending.parts, SCALE_TRANSPOSED=one.scale_transposed,
+            BITS_TRANSPOSED=one.bits_transposed, FORMAT=self.format, GATED=gated, KIND=self._kind,
+            BIAS=bool(self._biases) and not parts, BT=cut.width, STAGES=self._stages(cut), TILES=self.tiles(cut),
+            T=cut.warps, LISTED=not rows.count, SPAN=cut.span, IN_TURN=ending.parts > 1, ADD=ending.residual is not None,
+            THREE=bool(ending.further), warps=cut.warps, early=starts_early(site), maxnreg=_registers(cut),
         )  # fmt: skip
 
     def _stages(self, cut: Cut) -> int:

@@ -3,8 +3,8 @@
 Weights are the left operand of `wgmma`, decoded in its registers (`formats/ring_tiles.py`); rows of x are the right one. A
 producer warp copies all that there is of weights and x by TMA into a ring of STAGES stages of SPAN times 256 columns; T
 consumer warps decode and multiply 16 T rows of every stage. Codes lie as the matvec kernels read them. What a copy cannot
-take from there, as its rows are no whole 16 bytes apart or have fewer, lies across beside it (`ring.py: Matrices`): a row
-to a block or a super-block, with an entry for each row of the matrix.
+take from there, as its rows are no whole 16 bytes apart or have fewer, is read from a transposed copy
+(`ring_weights.py`): a row to a block or a super-block, with an entry for each row of the matrix.
 
 A unit of work is a tile of rows, a part of K and an item; an item is a matrix of the stack and up to BT of its rows of x,
 listed on the device, or of a single matrix BT rows after the other. Programs are persistent and take units in turn, items
@@ -30,13 +30,13 @@ from quarrel.triton_backend.formats.ring_tiles import (
     decode,
     double_entries,
     entries,
-    entries_across,
     factors,
     nibbles,
     planes_of,
     row_of,
     signed_bytes,
-    tops_across,
+    transposed_entries,
+    transposed_tops,
 )
 from quarrel.triton_backend.formats.table import byte_scales, tops, upper_bits
 
@@ -75,8 +75,8 @@ class Tiling:
     """How the work is cut: constants of `ring`, and what follows from them."""
 
     FORMAT: gl.constexpr
-    SCALE_ACROSS: gl.constexpr
-    BITS_ACROSS: gl.constexpr
+    SCALE_TRANSPOSED: gl.constexpr
+    BITS_TRANSPOSED: gl.constexpr
     GATED: gl.constexpr
     K: gl.constexpr
     STEPS: gl.constexpr
@@ -103,11 +103,11 @@ class Tiling:
 
     @gluon.constexpr_function
     def __init__(
-        self, FORMAT, SCALE_ACROSS, BITS_ACROSS, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED
+        self, FORMAT, SCALE_TRANSPOSED, BITS_TRANSPOSED, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED
     ):  # fmt: skip
         self.FORMAT = gl.constexpr(FORMAT)
-        self.SCALE_ACROSS = gl.constexpr(SCALE_ACROSS)
-        self.BITS_ACROSS = gl.constexpr(BITS_ACROSS)
+        self.SCALE_TRANSPOSED = gl.constexpr(SCALE_TRANSPOSED)
+        self.BITS_TRANSPOSED = gl.constexpr(BITS_TRANSPOSED)
         self.GATED = gl.constexpr(GATED)
         self.K = gl.constexpr(K)
         self.STEPS = gl.constexpr((K + 256 * SPAN - 1) // (256 * SPAN))
@@ -146,8 +146,8 @@ def _bring(matrix, up, row, column, full, tile, how):
 
 
 @gluon.jit
-def _bring_across(matrix, up, block, row, full, tile, B: gl.constexpr, how):
-    """A tile `[B, 16 T]` of what lies across, or `[2 B, 8 T]`: of gate and of up."""
+def _bring_transposed(matrix, up, block, row, full, tile, B: gl.constexpr, how):
+    """A tile `[B, 16 T]` of a transposed plane, or `[2 B, 8 T]`: of gate and of up."""
     if how.GATED:
         _copy(matrix, [block, row], full, tile.slice(0, B))
         _copy(up, [block, row], full, tile.slice(B, B))
@@ -201,16 +201,16 @@ def _produce(codes, up_codes, scale, up_scale, bits, up_bits, top, up_top, x, it
                 for i in gl.static_range(how.PLANES):
                     tile = stages.codes.index(at * how.PLANES + i)
                     _bring(codes, up_codes, first, (super * how.PLANES + i) * 32, bar, tile, how)
-                if how.SCALE_ACROSS:
-                    _bring_across(scale, up_scale, super * 8, first, bar, stages.scale.index(at), 8, how)
+                if how.SCALE_TRANSPOSED:
+                    _bring_transposed(scale, up_scale, super * 8, first, bar, stages.scale.index(at), 8, how)
                 else:
                     _bring(scale, up_scale, first, super * 8, bar, stages.scale.index(at), how)
-                if how.BITS_ACROSS:
-                    _bring_across(bits, up_bits, super * 8, first, bar, stages.bits.index(at), 8, how)
+                if how.BITS_TRANSPOSED:
+                    _bring_transposed(bits, up_bits, super * 8, first, bar, stages.bits.index(at), 8, how)
                 elif how.BITS > 0:
                     _bring(bits, up_bits, first, super * (8 * how.BITS), bar, stages.bits.index(at), how)
                 if how.TOP:
-                    _bring_across(top, up_top, super, first, bar, stages.top.index(at), 1, how)
+                    _bring_transposed(top, up_top, super, first, bar, stages.top.index(at), 1, how)
                 for i in gl.static_range(4):
                     _copy(x, [row, super * 256 + i * 64], bar, stages.x.index(at * 4 + i))
             slot += 1
@@ -262,15 +262,15 @@ def _consume(
                 else:
                     q0, q1, q2, q3 = nibbles(stages.codes.index(place), T, GATED)
                     r0, r1, r2, r3 = q0, q1, q2, q3
-                if how.SCALE_ACROSS:
-                    s0, s1 = entries_across(stages.scale.index(place), T, GATED, PLANES)
+                if how.SCALE_TRANSPOSED:
+                    s0, s1 = transposed_entries(stages.scale.index(place), T, GATED, PLANES)
                 else:
                     s0, s1 = entries(stages.scale.index(place), T, GATED, PLANES)
                 if how.BITS == 2:
                     u0, v0, u1, v1 = double_entries(stages.bits.index(place), T, GATED, PLANES)
                 elif how.BITS == 1:
-                    if how.BITS_ACROSS:
-                        u0, u1 = entries_across(stages.bits.index(place), T, GATED, PLANES)
+                    if how.BITS_TRANSPOSED:
+                        u0, u1 = transposed_entries(stages.bits.index(place), T, GATED, PLANES)
                     else:
                         u0, u1 = entries(stages.bits.index(place), T, GATED, PLANES)
                     v0, v1 = u0, u1
@@ -278,7 +278,7 @@ def _consume(
                     u0, v0, u1, v1 = s0, s0, s1, s1
                 t = s0
                 if how.TOP:
-                    t = tops_across(stages.top.index(place), T, GATED, PLANES)
+                    t = transposed_tops(stages.top.index(place), T, GATED, PLANES)
                 a, b, c, d = factors(FORMAT, s0, t, down)
                 w = decode(FORMAT, 0, q0, r0, a, b, c, d, u0, v0, T, MMA)
                 acc = warpgroup_mma_wait(0, deps=[acc])
@@ -399,19 +399,19 @@ def _plain_rows(v, T: gl.constexpr, BT: gl.constexpr, PLANES: gl.constexpr):
 @gluon.jit(do_not_specialize=["part_stride", "tokens"])
 def ring(
     y, codes, up_codes, scale, up_scale, bits, up_bits, top, up_top, x, items, epilogue, N, part_stride, tokens,
-    K: gl.constexpr, PARTS: gl.constexpr, SCALE_ACROSS: gl.constexpr, BITS_ACROSS: gl.constexpr, FORMAT: gl.constexpr,
-    GATED: gl.constexpr, KIND: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr, STAGES: gl.constexpr,
-    TILES: gl.constexpr, T: gl.constexpr, LISTED: gl.constexpr, PDL: gl.constexpr, SPAN: gl.constexpr = 1,
-    IN_TURN: gl.constexpr = False, ADD: gl.constexpr = False, THREE: gl.constexpr = False,
+    K: gl.constexpr, PARTS: gl.constexpr, SCALE_TRANSPOSED: gl.constexpr, BITS_TRANSPOSED: gl.constexpr,
+    FORMAT: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr,
+    STAGES: gl.constexpr, TILES: gl.constexpr, T: gl.constexpr, LISTED: gl.constexpr, PDL: gl.constexpr,
+    SPAN: gl.constexpr = 1, IN_TURN: gl.constexpr = False, ADD: gl.constexpr = False, THREE: gl.constexpr = False,
 ):  # fmt: skip
     """y `[pairs, N]` = activation(x W^T + bias) for the pairs of `items`, or sums of parts of K `[PARTS, pairs, N]`.
 
     codes, up_codes: TMA descriptors of codes, int32 `[matrices * N, K / 8]` (`K / 4` for codes of 8 bits), boxes of
         `[8 T or 16 T, 32]` (half as many rows where gate and up share a tile); up_*: the same of the up matrix.
-    scale: a descriptor of int16 `[matrices * N, K / 32]`, boxes of as many rows and 8 columns. SCALE_ACROSS: of int16 or
-        uint8 `[K / 32, matrices * N]`, boxes of 8 rows and as many columns.
+    scale: a descriptor of int16 `[matrices * N, K / 32]`, boxes of as many rows and 8 columns. SCALE_TRANSPOSED: of
+        int16 or uint8 `[K / 32, matrices * N]`, boxes of 8 rows and as many columns.
     bits: a descriptor of int32 `[matrices * N, b K / 32]` with b words of upper bits to a block, boxes of 8 b columns; not
-        read where there are none. BITS_ACROSS: likewise across.
+        read where there are none. BITS_TRANSPOSED: likewise.
     top: a descriptor of int32 `[K / 256, matrices * N]`, d, or d and dmin in float16, boxes of one row; not read where
         there are none.
     x: a descriptor of float16 `[rows, columns]`, boxes of `[BT, 64]`; columns as `elementwise/ring_x.py` orders them,
@@ -426,18 +426,18 @@ def ring(
     Grid: any number of programs.
     """
     how = Tiling(
-        FORMAT, SCALE_ACROSS, BITS_ACROSS, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED
+        FORMAT, SCALE_TRANSPOSED, BITS_TRANSPOSED, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED
     )  # fmt: skip
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     s_codes = gl.allocate_shared_memory(gl.int32, [STAGES * SPAN * how.PLANES, 16 * T, 32], codes.layout)
     s_x = gl.allocate_shared_memory(gl.float16, [STAGES * SPAN * 4, BT, 64], X)
-    A: gl.constexpr = 2 if GATED else 1  # tiles across: gate above up
-    if SCALE_ACROSS:
+    A: gl.constexpr = 2 if GATED else 1  # transposed tiles: gate above up
+    if SCALE_TRANSPOSED:
         s_scale = gl.allocate_shared_memory(scale.dtype, [STAGES * SPAN, 8 * A, 16 * T // A], scale.layout)
     else:
         s_scale = gl.allocate_shared_memory(gl.int16, [STAGES * SPAN, 16 * T, 8], scale.layout)
     s_bits = s_codes
-    if BITS_ACROSS:
+    if BITS_TRANSPOSED:
         s_bits = gl.allocate_shared_memory(gl.int32, [STAGES * SPAN, 8 * A, 16 * T // A], bits.layout)
     elif how.BITS > 0:
         s_bits = gl.allocate_shared_memory(gl.int32, [STAGES * SPAN, 16 * T, 8 * how.BITS], bits.layout)

@@ -75,7 +75,7 @@ class Packed:
     whole: Packed | None = None
     """The matrix that these are rows of, where those of others follow in memory (`formats/weights.py: Weights.beside`)."""
     derived: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
-    """What kernels made of its planes, for each that reads it so (`linear/ring.py: Matrices`)."""
+    """What kernels made of its planes, for each that reads it so (`linear/ring_weights.py: Matrices`)."""
 
     @property
     def nbytes(self) -> int:

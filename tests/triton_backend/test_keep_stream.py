@@ -11,7 +11,7 @@ from quarrel.gguf import GGUFFile
 from quarrel.gguf.resolve import resolve
 from quarrel.models import Tensors, assemble, read_spec
 from quarrel.models.shard import shard
-from quarrel.ops.step import HandsOn, Limits, StepInputs
+from quarrel.ops.step import KeepsStream, Limits, StepInputs
 from quarrel.triton_backend.backend import TritonBackend
 
 LIMITS = Limits(max_tokens=16, max_seqs=2, max_blocks_per_seq=4, n_blocks=8, block_size=16)
@@ -36,10 +36,10 @@ def test_a_stream_that_stays_on_the_device_is_the_one_that_the_host_hands_on(bac
     for inputs in (sequence(0, 5), sequence(5, 6), sequence(6, 7)):
         by_host = middle(replace(inputs, stream=first(inputs, "hidden").stream), "hidden").stream
         want = last(replace(inputs, stream=by_host), "logits").logits
-        assert isinstance(first, HandsOn)
-        assert isinstance(middle, HandsOn)
-        given = first.hand_on(inputs, "hidden")
-        made = middle.hand_on(replace(inputs, stream=given), "hidden")
+        assert isinstance(first, KeepsStream)
+        assert isinstance(middle, KeepsStream)
+        given = first.keep_stream(inputs, "hidden")
+        made = middle.keep_stream(replace(inputs, stream=given), "hidden")
         assert isinstance(made, torch.Tensor)
         np.testing.assert_array_equal(made.cpu().numpy(), by_host)
         np.testing.assert_array_equal(last(replace(inputs, stream=made), "logits").logits, want)
