@@ -24,6 +24,8 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(900)]
 
 FOLDER = Path(__file__).resolve().parents[2] / "deploy"
 ANSWER: dict[str, Any] = {"model": "demo", "temperature": 0}
+FRESH = 1.0
+"""Seconds for which a router believes what a replica has said of its queue."""
 
 
 @pytest.fixture(name="at", scope="module")
@@ -41,7 +43,8 @@ def _app(at: str) -> Iterator[Any]:
     from ray import serve
 
     path = os.pathsep.join([str(FOLDER), str(FOLDER.parent)])
-    with pytest.MonkeyPatch.context() as patch, cluster(1, PYTHONPATH=path) as made:
+    environment = {"PYTHONPATH": path, "RAY_SERVE_QUEUE_LENGTH_CACHE_TIMEOUT_S": str(FRESH)}
+    with pytest.MonkeyPatch.context() as patch, cluster(1, **environment) as made:
         patch.syspath_prepend(str(FOLDER))
         ray.init(address=made.address, log_to_driver=False, configure_logging=False)
         serve.start(http_options={"host": "127.0.0.1", "port": int(at.rpartition(":")[2])})
@@ -69,6 +72,25 @@ def test_the_turns_of_a_conversation_find_their_beginning_in_the_cache(app: Any,
             cached = made["usage"]["prompt_tokens_details"]["cached_tokens"]
             assert turn == 0 or cached > 16, (i, turn, made["usage"])
             messages += [made["choices"][0]["message"], {"role": "user", "content": "And then?"}]
+
+
+def test_a_replica_that_answers_late_keeps_its_conversations(app: Any, at: str) -> None:
+    assert len(replicas()) == 2
+    for i in range(2):
+        messages = [{"role": "user", "content": f"{i}: tell me of the queen and of her {'very ' * 20}old garden"}]
+        chat(at, messages)
+        for stopped in replicas():  # of which one has the conversation
+            time.sleep(1.2 * FRESH)
+            os.kill(stopped, signal.SIGSTOP)
+            try:
+                with ThreadPoolExecutor(1) as pool:
+                    answer = pool.submit(chat, at, messages)
+                    time.sleep(0.5)
+                    os.kill(stopped, signal.SIGCONT)
+                    usage = answer.result()["usage"]
+            finally:
+                os.kill(stopped, signal.SIGCONT)
+            assert usage["prompt_tokens_details"]["cached_tokens"] > 16, (i, usage)
 
 
 def test_errors_and_other_routes_pass_through(app: Any, at: str) -> None:
