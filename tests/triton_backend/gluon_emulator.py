@@ -3,7 +3,9 @@
 Layouts say which lane holds what and are ignored. All else is checked: addresses (nothing is read or written outside of a
 tensor, and copies begin where TMA lets them), the order of columns, bytes that barriers expect, phases, and who waits for
 whom. A copy is done as late as it can be, when somebody waits for it; from its request until then its place holds NaN. The
-producer runs ahead whenever it can. A wait that nobody will end raises `Deadlock`.
+producer runs ahead whenever it can. A wait that nobody will end raises `Deadlock`. An asynchronous product reads shared
+memory as late as it can, when somebody waits for it. Nothing is copied over what the consumer's warps have read since they
+last met, as one of them may be behind. Inline assembly runs as it is written (`ptx_emulator.py`).
 """
 
 from __future__ import annotations
@@ -13,10 +15,14 @@ import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
+
+from tests.triton_backend import ptx_emulator
 
 
 class Deadlock(AssertionError):
@@ -37,7 +43,9 @@ class Type:
 class Value(torch.Tensor):
     """A block of values, or one."""
 
-    def to(self, type: Any) -> Value:  # type: ignore[override]
+    def to(self, type: Any, bitcast: bool = False) -> Value:  # type: ignore[override]
+        if bitcast:
+            return torch.Tensor.view(self, type.dtype).as_subclass(Value)
         return torch.Tensor.to(self, type.dtype if isinstance(type, Type) else type).as_subclass(Value)
 
 
@@ -88,18 +96,22 @@ class Shared:
 
     data: torch.Tensor
     dtype: Type
+    read: list[torch.Tensor] = field(default_factory=list)
+    """What was read since the last barrier, of all shared memory."""
 
     def index(self, i: Any) -> Any:
+        assert 0 <= int(i) < len(self.data), f"place {int(i)} of {len(self.data)}"
         found = self.data[int(i)]
-        return Shared(found, self.dtype) if isinstance(found, torch.Tensor) else found
+        return Shared(found, self.dtype, self.read) if isinstance(found, torch.Tensor) else found
 
     def slice(self, start: Any, length: int, dim: int = 0) -> Shared:
-        return Shared(self.data.narrow(dim, int(start), length), self.dtype)
+        return Shared(self.data.narrow(dim, int(start), length), self.dtype, self.read)
 
     def permute(self, order: tuple[int, ...]) -> Shared:
-        return Shared(self.data.permute(order), self.dtype)
+        return Shared(self.data.permute(order), self.dtype, self.read)
 
     def load(self, layout: Any) -> Value:
+        self.read.append(self.data)
         return value(self.data.clone())
 
     def store(self, x: torch.Tensor) -> None:
@@ -112,7 +124,13 @@ class Shared:
         flat = self.data.reshape(-1)
         assert flat.data_ptr() == self.data.data_ptr(), "not in one piece"
         assert count * dtype.dtype.itemsize <= flat.numel() * flat.element_size(), "outgrows what it lies in"
-        return Shared(flat.view(torch.uint8).view(dtype.dtype)[:count].view(shape), dtype)
+        return Shared(flat.view(torch.uint8).view(dtype.dtype)[:count].view(shape), dtype, self.read)
+
+
+def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two pieces of memory share a byte."""
+    first, second = ((t.data_ptr(), t.data_ptr() + t.numel() * t.element_size()) for t in (a, b))
+    return first[0] < second[1] and second[0] < first[1]
 
 
 @dataclass
@@ -150,6 +168,7 @@ class Copies:
     def __init__(self, descriptor: Any) -> None:
         self.tensor, self.box, self.dtype = descriptor.base, tuple(descriptor.block_shape), Type(descriptor.base.dtype)
         self.asked: set[int] = set()
+        self.layout = None
         each = self.tensor.element_size()
         for what, count in (
             ("a base", self.tensor.data_ptr()), ("a row", self.tensor.stride(0) * each), ("a box's row", self.box[1] * each)
@@ -169,6 +188,8 @@ class Machine:
         self._done = [True, True]
         self._raised: list[BaseException] = []
         self._who = threading.local()
+        self.read: list[torch.Tensor] = []
+        self._products: list[Callable[[], None]] = []
 
     def _switch(self, me: int) -> None:
         with self._changed:
@@ -221,7 +242,9 @@ class Machine:
         bar.missing -= 1
         bar.settle()
 
-    def arrive(self, bar: Barrier, count: int) -> None:
+    def arrive(self, bar: Barrier, count: int, pred: Any = True) -> None:
+        if not pred:
+            return
         bar.missing -= count
         bar.settle()
         me = self._who.me
@@ -251,24 +274,53 @@ class Machine:
         at = to.data.storage_offset() * to.data.element_size()
         assert at % source.align == 0, f"a copy to byte {at} of shared memory, no multiple of {source.align}"
         assert column * to.data.element_size() % 16 == 0, f"a copy from column {column}, no multiple of 16 bytes"
+        assert not any(overlap(to.data, x) for x in self.read), "a copy to what a warp may still read: no barrier since"
         bytes_of = to.data.view(torch.uint8) if to.data.is_contiguous() else to.data
         bytes_of.fill_(255)
 
         def do() -> int:
             to.data.zero_()
-            if row >= 0 and row + source.box[0] <= source.tensor.shape[0]:
-                to.data.copy_(source.tensor[row : row + source.box[0], column : column + source.box[1]])
-                source.asked.update(range(row, row + source.box[0]))
+            rows, columns = (
+                range(max(first, 0), min(first + box, size))
+                for first, box, size in zip((row, column), source.box, source.tensor.shape, strict=True)
+            )
+            if rows and columns:  # what is outside of the tensor comes as zeros
+                found = source.tensor[rows.start : rows.stop, columns.start : columns.stop]
+                to.data[rows.start - row : rows.stop - row, columns.start - column : columns.stop - column] = found
+                source.asked.update(rows)
             return to.data.numel() * to.data.element_size()
 
         bar.copies.append(do)
 
+    def barrier(self) -> None:
+        """All warps of a partition meet."""
+        self.read.clear()
 
-def language(machine: Machine, ids: tuple[int, ...]) -> dict[str, Any]:
+    def multiply(self, w: Value, x: Shared, acc: Value, use_acc: Any = True, is_async: bool = False) -> Value:
+        """`wgmma`: its result is NaN until somebody waits for it."""
+        assert x.data.dtype == w.dtype
+        found = value(torch.full_like(acc, torch.nan))
+
+        def do() -> None:
+            product = w.float() @ x.data.float()
+            found.copy_(acc + product if use_acc else product)
+            x.read.append(x.data)
+
+        self._products.append(do)
+        return found if is_async else self.wait_products(0, [found])
+
+    def wait_products(self, most: int, deps: list[Value]) -> Value:
+        """Until so many are under way."""
+        while len(self._products) > most:
+            self._products.pop(0)()
+        return deps[0]
+
+
+def language(machine: Machine, ids: tuple[int, ...], grid: tuple[int, ...]) -> dict[str, Any]:
     """What stands for `gl`, `tl` and the rest in the globals of kernels."""
 
     def both(f: Callable[..., Any]) -> Callable[[Any, Any], Value]:
-        def of(a: Any, b: Any) -> Value:
+        def of(a: Any, b: Any, propagate_nan: Any = None) -> Value:
             wide = next((x.dtype for x in (a, b) if isinstance(x, torch.Tensor)), torch.int32)
             return value(f(*(x if isinstance(x, torch.Tensor) else torch.as_tensor(x, dtype=wide) for x in (a, b))))
 
@@ -282,9 +334,11 @@ def language(machine: Machine, ids: tuple[int, ...]) -> dict[str, Any]:
             return Barriers(shape[0])
         data = torch.empty(shape, dtype=dtype.dtype)
         data.view(torch.uint8).fill_(255)
-        return Shared(data, dtype)
+        return Shared(data, dtype, machine.read)
 
-    def where(condition: Any, a: Any, b: Any) -> Value:
+    def where(condition: Any, a: Any, b: Any) -> Any:
+        if isinstance(a, Pointer):
+            return a if condition else b
         return value(torch.where(value(condition), a, b))
 
     names = {n: Type(getattr(torch, n)) for n in ("int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")}
@@ -304,16 +358,32 @@ def language(machine: Machine, ids: tuple[int, ...]) -> dict[str, Any]:
         convert_layout=lambda x, layout, assert_trivial=False: x, join=lambda a, b: value(torch.stack([a, b], -1)),
         broadcast_to=lambda x, shape: value(torch.broadcast_to(x, shape)), fma=lambda a, b, c: value(a * b + c),
         allocate_shared_memory=allocate, warp_specialize=machine.specialize, static_assert=_must,
+        num_programs=lambda i: grid[i], split=lambda x: tuple(value(v.clone()) for v in x.unbind(-1)),
+        inline_asm_elementwise=inline, PropagateNan=SimpleNamespace(ALL=None),
     )  # fmt: skip
     barrier = SimpleNamespace(
         MBarrierLayout=lambda: "barriers", init=machine.init, expect=machine.expect, arrive=machine.arrive,
         wait=machine.wait,
     )  # fmt: skip
     return {
-        "gl": gl, "tl": gl, "mbarrier": barrier, "_copy": machine.copy, "_barrier": lambda: None, "_view": Shared.view,
+        "gl": gl, "tl": gl, "mbarrier": barrier, "_copy": machine.copy, "_barrier": machine.barrier, "_view": Shared.view,
         "mma_v2": lambda a, b, acc: value(a.float() @ b.float() + acc), "gdc_wait": lambda: None,
-        "gdc_launch_dependents": lambda: None,
+        "gdc_launch_dependents": lambda: None, "warpgroup_mma": machine.multiply,
+        "warpgroup_mma_wait": machine.wait_products, "warpgroup_mma_init": lambda x: x,
     }  # fmt: skip
+
+
+def inline(assembly: str, constraints: str, args: list[Value], dtype: Any, is_pure: bool, pack: int) -> Any:
+    """Inline assembly, on elements of 32 bits."""
+    given = torch.broadcast_tensors(*args)
+    words = [x.contiguous().numpy().reshape(-1).view(np.uint32) for x in given]
+    found = ptx_emulator.run(assembly, constraints, words)
+    made = []
+    for x, kind in zip(found, dtype if isinstance(dtype, tuple) else (dtype,), strict=True):
+        to = kind.dtype if isinstance(kind, Type) else {"fp16": torch.float16}[kind.name]
+        bits = torch.from_numpy(x.view(np.int32).copy()).to(torch.int16 if to.itemsize == 2 else torch.int32)
+        made.append(value(bits.view(to).view(given[0].shape)))
+    return tuple(made) if isinstance(dtype, tuple) else made[0]
 
 
 def _must(holds: bool, text: str) -> None:
@@ -331,11 +401,39 @@ def plain(kernel: Any, given: dict[str, Any], made: dict[int, Any]) -> Any:
         if name in given:
             around[name] = given[name]
         elif name in function.__globals__:
-            found = function.__globals__[name]
-            if type(found).__name__ == "constexpr":
-                found = found.value
-            around[name] = plain(found, given, made) if hasattr(found, "fn") else found
+            around[name] = _known(function.__globals__[name], given, made)
     return run
+
+
+def _known(found: Any, given: dict[str, Any], made: dict[int, Any]) -> Any:
+    """What a kernel finds under a name: functions for functions, also those in modules and in records of the package."""
+    kind = type(found)
+    if kind.__name__ == "constexpr":
+        return found.value
+    if kind.__name__ == "ConstexprFunction":
+        return lambda *args: _known(found(*args), given, made)
+    if hasattr(found, "__triton_aggregate__"):
+        return partial(_record, plain(found.hash_attrs[0], given, made))
+    if hasattr(found, "fn"):
+        return plain(found, given, made)
+    return Within(found, given, made) if isinstance(found, types.ModuleType) or "quarrel." in kind.__module__ else found
+
+
+def _record(init: Callable[..., None], *args: Any) -> SimpleNamespace:
+    made = SimpleNamespace()
+    init(made, *args)
+    return made
+
+
+class Within:
+    """A module or a record, and its kernels as plain functions."""
+
+    def __init__(self, of: Any, given: dict[str, Any], made: dict[int, Any]) -> None:
+        self._all = of, given, made
+
+    def __getattr__(self, name: str) -> Any:
+        of, given, made = self._all
+        return _known(getattr(of, name), given, made)
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -347,5 +445,5 @@ def run(kernel: Any, grid: tuple[int, ...], named: dict[str, Any], instead: dict
     for i in range(grid[0]):
         for j in range(grid[1]):
             machine = Machine()
-            names = language(machine, (i, j)) | instead
+            names = language(machine, (i, j), grid) | instead
             plain(kernel, names, {})(**named)
