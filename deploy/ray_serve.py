@@ -25,9 +25,9 @@ import quarrel
 from quarrel.server import Settings, build
 from quarrel.server.affinity import prefix_of, routed
 
-ASKED_SECONDS = 2.0
-"""In which a replica says how many requests it has, before another one is asked: one that computes a prompt or compiles
-kernels answers late, one that is gone fails at once."""
+PROBE_SECONDS = 2.0
+"""How long the router waits for a replica's queue length before it tries the next one. A replica that computes a prompt or
+compiles kernels answers late; one that has died fails at once."""
 DRAIN_SECONDS = 600.0
 """For which a replica that is to go may end the answers that it has begun; it gets no new ones."""
 PAUSES = (0.05, 0.5, 2.0)
@@ -96,7 +96,7 @@ def app(args: dict[str, str]) -> serve.Application:
 class ByPrefix(FIFOMixin, MultiplexMixin, RequestRouter):
     """A request goes to the replica that has its prompt's beginning, unless that has more than its share of the work."""
 
-    queue_len_response_deadline_s = ASKED_SECONDS
+    queue_len_response_deadline_s = PROBE_SECONDS
 
     def initialize_state(self, room: int) -> None:
         self._room = room

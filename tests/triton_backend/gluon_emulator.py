@@ -440,6 +440,18 @@ def _names(code: types.CodeType) -> set[str]:
     return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 
+def given(x: Any, copies: dict[int, Copies]) -> Any:
+    """An argument of a launch as `run` takes it; `copies` keeps one of each descriptor."""
+    if isinstance(x, torch.Tensor):
+        return pointer(x)
+    if hasattr(x, "block_shape"):
+        return copies.setdefault(id(x), Copies(x))
+    if isinstance(x, tuple):
+        parts = [given(part, copies) for part in x]
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    return Type(getattr(torch, {"fp16": "float16"}[x.name])) if hasattr(x, "primitive_bitwidth") else x
+
+
 def run(kernel: Any, grid: tuple[int, ...], named: dict[str, Any], instead: dict[str, Any]) -> None:
     """Every program of a launch. `instead` stands for names of the kernel's globals: what is written in assembly."""
     for i in range(grid[0]):

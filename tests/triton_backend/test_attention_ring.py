@@ -109,26 +109,14 @@ def on_hopper(site: Any, **other: Any) -> Any:
 def emulated(grid: tuple[int, ...], named: dict[str, Any]) -> None:
     """A launch of `attend_ring`, its arguments as the emulator has them."""
     copies: dict[int, gluon_emulator.Copies] = {}
-
-    def given(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return gluon_emulator.pointer(x)
-        if hasattr(x, "block_shape"):
-            return copies.setdefault(id(x), gluon_emulator.Copies(x))
-        if isinstance(x, tuple):
-            return type(x)(*map(given, x))
-        return gluon_emulator.Type(getattr(torch, {"fp16": "float16"}[x.name])) if hasattr(x, "primitive_bitwidth") else x
-
     constants = {name: named[name] for name in ("S", "R", "ROTATE", "EARLY")}
     arguments = {
-        n: constants[n] if n in constants else given(named[n]) for n in ring_kernels.attend_ring.arg_names if n != "PDL"
+        n: constants[n] if n in constants else gluon_emulator.given(named[n], copies)
+        for n in ring_kernels.attend_ring.arg_names
+        if n != "PDL"
     }
-    instead = {"Stages": stages, "_values": values(256.0), "_as_values": values(1.0)}
+    instead = {"_values": values(256.0), "_as_values": values(1.0)}
     gluon_emulator.run(ring_kernels.attend_ring, grid, arguments | {"PDL": True}, instead)
-
-
-def stages(k: Any, v: Any, k_scale: Any, v_scale: Any, k_full: Any, v_full: Any, free: Any) -> SimpleNamespace:
-    return SimpleNamespace(k=k, v=v, k_scale=k_scale, v_scale=v_scale, k_full=k_full, v_full=v_full, free=free)
 
 
 def values(fp8: float) -> Callable[..., Any]:

@@ -34,16 +34,9 @@ def emulated(kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> No
     """A launch of `ring`, its arguments as the emulator has them."""
     assert kernel is ring_kernels.ring
     copies: dict[int, gluon_emulator.Copies] = {}
-
-    def given(x: Any) -> Any:
-        if isinstance(x, torch.Tensor):
-            return gluon_emulator.pointer(x)
-        if hasattr(x, "block_shape"):
-            return copies.setdefault(id(x), gluon_emulator.Copies(x))
-        return tuple(map(given, x)) if isinstance(x, tuple) else x
-
+    known = (gluon_emulator.given(x, copies) for x in args)
     constants = {name: x for name, x in named.items() if name in kernel.arg_names}
-    arguments = dict(zip(kernel.arg_names, map(given, args), strict=False))
+    arguments = dict(zip(kernel.arg_names, known, strict=False))
     gluon_emulator.run(kernel, (*grid, 1), arguments | constants | {"PDL": True}, {})
 
 

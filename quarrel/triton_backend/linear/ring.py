@@ -199,7 +199,7 @@ class Product:
 
     @property
     def scale_transposed(self) -> bool:
-        """Whether scales lie across."""
+        """Whether scales are read from a transposed copy."""
         return self._stacks[0].scale_transposed
 
     def tiles(self, cut: Cut) -> int:

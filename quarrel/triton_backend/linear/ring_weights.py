@@ -18,7 +18,7 @@ class Matrices:
     """A stack of packed matrices as TMA reads it: rows of a copy are whole numbers of 16 bytes apart and have 16 or more.
 
     Codes are as they were packed. Scales and upper bits of which a row is no such number, and the scales of super-blocks,
-    are copied once to lie across (`across`): 2 to 11 % of a matrix's bytes, up to 27 of Q5_0.
+    are copied once, transposed (`transposed`): 2 to 11 % of a matrix's bytes, up to 27 of Q5_0.
     """
 
     def __init__(self, weight: Packed) -> None:
