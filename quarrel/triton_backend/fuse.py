@@ -302,24 +302,32 @@ def _with_shared(
     made = WithShared(nodes[up], nodes[down], [nodes[m] for m in own], nodes[active], nodes[last], nodes[i], of_rate)
     if not made.fits():
         return None
-    parts: dict[int, Build | None] = dict.fromkeys((up, down, *own, rated, last))
-    parts |= {active: lambda site, _: build_up(site, made), i: lambda site, _: build_down(site, made)}
-    if rate is None:
-        return Fusion(parts)
     ids = nodes[down].inputs[1]
     assert isinstance(ids, Value)
     choice = maker.get(ids.id, -1)
     router = next((f for f in found if f is not None and choice in f.parts), None)
     linear = None if router is None else source(choice, 0)
-    # Both logits are of one x, so both begin with its norm.
-    if router is None or linear is None or nodes[linear].inputs[0] is not nodes[rate].inputs[0]:
+    leaves = linear is not None and route.may_leave(nodes[choice].spec)
+
+    def chooses(site: Site) -> route.Chooses | None:
+        return route.left_to_experts(site, nodes[linear], nodes[choice]) if leaves else None  # type: ignore[index]
+
+    parts: dict[int, Build | None] = dict.fromkeys((up, down, *own, rated, last))
+    parts[active] = lambda site, _: build_up(site, made, chooses(site))
+    parts[i] = lambda site, _: build_down(site, made, chooses(site))
+    if rate is None and not leaves:
+        return Fusion(parts)
+    if router is None or linear is None:
+        return None
+    # A gate's logit and the router's are of one x, so both begin with its norm.
+    if of_rate is not None and nodes[linear].inputs[0] is not of_rate.inputs[0]:
         return None
 
     def routes(site: Site, _: Launch) -> Launch:
         norm = _norm_of(site, nodes, router, (choice, linear))
-        return route.build_router(site, nodes[linear], nodes[choice], norm, rate=made.rate_of(site))
+        return route.build_router(site, nodes[linear], nodes[choice], norm, chooses=not leaves, rate=made.rate_of(site))
 
-    return Fusion(dict.fromkeys((*router.parts, rate)) | parts | {choice: routes})
+    return Fusion(dict.fromkeys((*router.parts, *(() if rate is None else (rate,)))) | parts | {choice: routes})
 
 
 def _unrated(nodes: Sequence[Node], rated: int, source: Callable[[int, int], int | None]) -> int | None:

@@ -100,31 +100,46 @@ def test_one_row_chooses_in_the_launch_that_makes_its_logits(
 
 
 def _chosen_by_logits(found, left, S: tl.constexpr, E: tl.constexpr, USED: tl.constexpr):
-    ids = route.best_experts(left.logits, S.EXPERTS, E, USED)
+    ids = route.best_experts(left, S, E, USED)
     for j in tl.static_range(USED):
         tl.store(found + j, ids[j])
+    for j in range(USED):
+        tl.store(found + USED + j, route.expert_at(left, j, S, E))
     route.choose_left(left, S, 1, E)
 
 
-@pytest.mark.parametrize("spec", [RouteSpec(24, 5, "softmax_topk"), RouteSpec(8, 2, "softmax", scale=2.5)])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        RouteSpec(24, 5, "softmax_topk"),
+        RouteSpec(8, 2, "softmax", scale=2.5),
+        RouteSpec(100, 7, "sigmoid", True, 2.5, bias=True),
+        RouteSpec(200, 8, "softmax"),
+        RouteSpec(40, 4, "sigmoid"),
+    ],
+    ids=lambda s: f"{s.gate}{s.n_experts}",
+)
 @pytest.mark.parametrize("odd", [0.0, float("nan"), float("-inf")], ids=str)
 def test_experts_that_choose_themselves_find_what_is_stored(spec: RouteSpec, odd: float) -> None:
     assert route.may_leave(spec)
     device, n = "cpu" if INTERPRETED else "cuda", spec.n_experts
     z = np.random.default_rng(7).normal(size=n).astype(np.float32)
     z[[2, 6]], z[1] = 4.0, odd  # the lower one of equals is first
-    found, ids = (torch.zeros(spec.used, dtype=torch.int32, device=device) for _ in range(2))
+    bias = np.random.default_rng(8).uniform(-0.1, 0.1, n).astype(np.float32)
+    bias[[2, 6]] = 0.2
+    found, ids = (torch.zeros(count, dtype=torch.int32, device=device) for count in (2 * spec.used, spec.used))
     weights, counts = torch.zeros(spec.used, device=device), torch.zeros(n, dtype=torch.int64, device=device)
-    logits = torch.from_numpy(z).to(device)
-    left = route.Left(logits, route.Choice(ids, weights, counts), logits, logits, spec.scale)
+    logits, shift = (torch.from_numpy(v).to(device) for v in (z, bias))
+    left = route.Left(logits, route.Choice(ids, weights, counts), shift, logits, spec.scale)
     constants = route._constants(spec)
     kernel = InterpretedFunction(_chosen_by_logits) if INTERPRETED else triton.jit(_chosen_by_logits)
     launch(kernel, (1,), found, left, S=constants["S"], E=constants["E"], USED=spec.used, warps=1)
-    assert torch.equal(found, ids)
+    assert torch.equal(found, ids.repeat(2))
     assert ids[:2].tolist() == [2, 6]
     assert odd == 0.0 or 1 not in ids.tolist()
     assert counts.tolist() == np.bincount(ids.cpu().numpy(), minlength=n).tolist()
     if np.isfinite(odd):
-        wanted_ids, wanted = ROUTE.reference(spec, z[None])
+        vectors = [RawWeight(GGMLType.F32, bias[None].view(np.uint8), n)] if spec.bias else []
+        wanted_ids, wanted = ROUTE.reference(spec, z[None], *vectors)
         np.testing.assert_array_equal(ids.cpu().numpy(), wanted_ids[0])
         np.testing.assert_allclose(weights.cpu().numpy(), wanted[0], rtol=1e-6)

@@ -49,7 +49,7 @@ KINDS: dict[str, tuple[Gate, bool, bool, list[list[str]]]] = {
             ["norm", "linear", "route"],
             ["linear", "linear", "gated"],
             ["linear", "linear", "gated"],
-            ["expert_up", "expert_down", "linear", "linear", "gated", "linear_add", "add"],
+            ["norm", "linear", "route", "expert_up", "expert_down", "linear", "linear", "gated", "linear_add", "add"],
             ["expert_down", "linear_add", "add"],
         ],
     ),
@@ -60,7 +60,7 @@ KINDS: dict[str, tuple[Gate, bool, bool, list[list[str]]]] = {
         [
             ["norm", "linear", "route"],
             ["linear", "plain"],
-            ["expert_up", "expert_down", "linear", "plain", "linear_add", "add"],
+            ["norm", "linear", "route", "expert_up", "expert_down", "linear", "plain", "linear_add", "add"],
             ["expert_down", "linear_add", "add"],
         ],
     ),

@@ -53,13 +53,13 @@ def fused(made: Program, kept: set[int] | None = None) -> list[list[str]]:
     return [part for part in names if {"expert_up", "linear_add"} <= set(part)]
 
 
-@pytest.mark.parametrize("columns", [1024, 64])
+@pytest.mark.parametrize("columns", [4096, 64])
 @pytest.mark.parametrize("factor", [1.0, 1e4, -1e4, 1e30], ids=str)
 def test_a_gate_is_that_of_the_reference(
     backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, factor: float, columns: int
 ) -> None:
     """Of any size, and of rows that are no whole tiles."""
-    monkeypatch.setattr(router, "_GATE_COLUMNS", columns)
+    monkeypatch.setattr(router, "_ALL_COLUMNS", columns)
     made, weights = program(2, gates=True, rated=True), Weights(factor)
     wanted = run_program(made, weights, [], ONE)["hidden"]
     step = backend.compile(made, weights, LIMITS, "float16")

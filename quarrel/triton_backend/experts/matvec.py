@@ -3,9 +3,8 @@ the first cannot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -15,7 +14,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.experts import experts
 from quarrel.triton_backend.experts.matvec_kernels import down_of_experts, up_of_experts
-from quarrel.triton_backend.experts.route import Choice, Left, Shape
+from quarrel.triton_backend.experts.route import Chooses, no_choice
 from quarrel.triton_backend.formats.int8x2 import int8x2_rows, words
 from quarrel.triton_backend.formats.table import FLOATS, has_matvec, matvec_planes
 from quarrel.triton_backend.linear.matvec_tiles import down_tile_for, up_tile_for
@@ -24,7 +23,6 @@ from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
 
 _BLOCKS = 16
-_NO_CHOICE: Mapping[str, Any] = {"S": Shape(1, 1, "softmax_topk", False, False, 1, 1, False), "G": 1, "E": 1}
 
 
 def takes(site: Site, spec: ExpertUpSpec | ExpertDownSpec) -> bool:
@@ -66,10 +64,6 @@ def build_expert_up(site: Site, node: Node) -> experts.ExpertLaunch:
     return replace(many, one_row=matvec_up(site, node, site.slot(node.inputs[1])))  # type: ignore[arg-type]
 
 
-Chooses = tuple[Callable[[], Left], Mapping[str, Any]]
-"""What a router leaves to the experts (`route.left_to_experts`)."""
-
-
 def matvec_up(site: Site, node: Node, ids: Slot | None, chooses: Chooses | None = None) -> Launch:
     """EXPERT_UP of one token, whose experts stand in `ids` or are chosen here; without them it takes all."""
     spec: ExpertUpSpec = node.spec
@@ -88,17 +82,15 @@ def matvec_up(site: Site, node: Node, ids: Slot | None, chooses: Chooses | None 
     inside = to is not None and tile.rounds and 32 % tile.rows == 0
     arrived = site.zeros("one", spec.used * (spec.n // 32)) if inside else y
 
-    constants = _NO_CHOICE if chooses is None else chooses[1]
-
     def matvec(batch: Batch) -> None:
         if prepare is not None:
             prepare(batch)
         none = y.tensor
-        left = Left(none, Choice(none, none, none), none, none, 1.0) if chooses is None else chooses[0]()
+        left, constants = chooses or no_choice(none)
         programs = cdiv(spec.n, tile.rows) + (chooses is not None)
         site.launch(
             up_of_experts, (programs, spec.used), y.tensor, to if inside else none, arrived.tensor,
-            _tensor(x), none if ids is None else ids.tensor, left, planes[0], planes[-1], biases[0] if biases else none,
+            _tensor(x), none if ids is None else ids.tensor, left(), planes[0], planes[-1], biases[0] if biases else none,
             biases[-1] if biases else none, spec.n, **constants, LEFT=chooses is not None, K=spec.k,
             F=spec.n if inside else 32, FORMAT=format, GATED=spec.gated,
             KIND=spec.activation, BIAS=spec.bias, R=tile.rows, W=tile.words, D=tile.tiles, FIXED=ids is None, INT8X2=inside,
@@ -136,14 +128,13 @@ def matvec_down(
     def matvec(batch: Batch) -> None:
         if prepare is not None:
             prepare(batch)
+        left, constants = chooses or no_choice(shares.tensor)
         site.launch(
-            down_of_experts, (cdiv(spec.n, tile.rows),), out.tensor, _tensor(x), ids.tensor, shares.tensor,
-            shares.tensor if chooses is None else chooses[0]().logits, planes, out.tensor if bias is None else bias,
-            out.tensor if added is None else added.tensor, alpha, spec.n,
-            EXPERTS=0 if chooses is None else chooses[1]["S"].EXPERTS, E=1 if chooses is None else chooses[1]["E"],
-            X_STRIDE=stride, K=spec.k, USED=spec.used, FORMAT=stack.format, BIAS=spec.bias, ADD=added is not None,
-            R=tile.rows, W=tile.words, D=tile.tiles, ASM=not INTERPRETED, warps=tile.warps,
-            early=starts_early(site),
+            down_of_experts, (cdiv(spec.n, tile.rows),), out.tensor, _tensor(x), ids.tensor, shares.tensor, left(), planes,
+            out.tensor if bias is None else bias, out.tensor if added is None else added.tensor, alpha, spec.n,
+            LEFT=chooses is not None, S=constants["S"], E=constants["E"], X_STRIDE=stride, K=spec.k, USED=spec.used,
+            FORMAT=stack.format, BIAS=spec.bias, ADD=added is not None, R=tile.rows, W=tile.words, D=tile.tiles,
+            ASM=not INTERPRETED, warps=tile.warps, early=starts_early(site),
         )  # fmt: skip
 
     return matvec

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from quarrel.triton_backend.elementwise.activation import activate, oai
-from quarrel.triton_backend.experts.route import best_experts, choose_left
+from quarrel.triton_backend.experts.route import best_experts, choose_left, expert_at
 from quarrel.triton_backend.formats.dots import load_tile, tile_products
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
 from quarrel.triton_backend.formats.table import entry_columns, word_columns
@@ -82,11 +82,7 @@ def up_of_experts(
                 if tl.program_id(1) == 0:
                     choose_left(left, S, G, E)
                 return
-            USED: tl.constexpr = S.USED
-            found = best_experts(left.logits, S.EXPERTS, E, USED)
-            mine = found[0]
-            for j in tl.static_range(1, USED):
-                mine = tl.where(tl.program_id(1) == j, found[j], mine)
+            mine = expert_at(left, tl.program_id(1), S, E)
         else:
             mine = tl.load(ids + tl.program_id(1))
         stacked = mine.to(tl.int64) * N
@@ -153,12 +149,12 @@ def _load_of_experts(
 
 @triton.jit
 def _first_of_experts(
-    FORMAT: tl.constexpr, w, logits, first, N, EXPERTS: tl.constexpr, E: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    FORMAT: tl.constexpr, w, left, first, N, S: tl.constexpr, E: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """The first tiles, of the experts that logits choose."""
+    """The first tiles, of the experts that are found here."""
     n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
-    found = best_experts(logits, EXPERTS, E, (D + TILES - 1) // TILES)
+    found = best_experts(left, S, E, (D + TILES - 1) // TILES)
     tiles = ()
     for j in tl.static_range(D):
         w_j = _planes_from(FORMAT, w, found[j // TILES].to(tl.int64) * N, K)
@@ -182,14 +178,14 @@ def _sum_of_experts(
 
 @triton.jit
 def down_of_experts(
-    out, x, ids, shares, logits, w, bias, residual, alpha, N,
-    EXPERTS: tl.constexpr, E: tl.constexpr, X_STRIDE: tl.constexpr, K: tl.constexpr, USED: tl.constexpr,
+    out, x, ids, shares, left, w, bias, residual, alpha, N,
+    LEFT: tl.constexpr, S: tl.constexpr, E: tl.constexpr, X_STRIDE: tl.constexpr, K: tl.constexpr, USED: tl.constexpr,
     FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
     PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """out [N] float32: the sum over chosen experts of share * (W x + bias), x [USED, ..] with X_STRIDE values a row; with
     ADD, residual + alpha * that. D divides the tiles of all experts together, so the next expert's are on their way too.
-    EXPERTS: 0, or of so many the first are found by their logits, as `ids` may be stored by the launch ahead."""
+    LEFT: the first experts are found here, as `ids` may be stored by the launch ahead."""
     KW: tl.constexpr = K // word_columns(FORMAT)
     C: tl.constexpr = W if word_columns(FORMAT) == 1 else W // 4
     TILES: tl.constexpr = (KW + W - 1) // W
@@ -197,8 +193,8 @@ def down_of_experts(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0) * R
-    if EXPERTS:
-        q = _first_of_experts(FORMAT, w, logits, first, N, EXPERTS, E, K, R, W, D, TILES, ASM)
+    if LEFT:
+        q = _first_of_experts(FORMAT, w, left, first, N, S, E, K, R, W, D, TILES, ASM)
     else:
         q = _load_of_experts(FORMAT, w, ids, first, N, 0, K, R, W, D, TILES, ASM)
     if PDL:

@@ -7,7 +7,7 @@ is last to finish a logit chooses. A choice is one warp's, or each warp's alike:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
 from quarrel.triton_backend.runtime.arrays import Slot
-from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
+from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
 
 ROUTED = 128
@@ -35,6 +35,19 @@ _SMALL_LOGITS, _SMALL_COLUMNS, _SMALL_WARPS = 2048, 4096, 8
 models on an H200 (2026-11-27): Mixtral x8 991 us for 1,002, x32 1,285 for 1,291; gpt-oss 742 for 748 and 978 for 984;
 Granite-4-h-tiny x32 772 for 781. With the 4096 logits of Nemotron x32 nothing is gained."""
 _SMALLEST_SUM: tl.constexpr = tl.constexpr(SMALLEST_SUM)
+
+
+_INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
+_LEFT_AT_ONCE: tl.constexpr = tl.constexpr(128)
+"""Experts that a warp has with one load of 16 bytes in each lane."""
+_TAKEN: tl.constexpr = tl.constexpr(-0x80000000)
+_LAST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
+"""The score of a NaN: the least float32."""
+
+
+@triton.jit
+def _sigmoid(z):
+    return 1.0 / (1.0 + tl.exp(-z))
 
 
 @triton.jit
@@ -113,14 +126,14 @@ def _choose(
     free = (expert < EXPERTS) & (row == row)  # [R, E]
     p = z
     if S.GATE == "sigmoid":
-        p = 1.0 / (1.0 + tl.exp(-z))
+        p = _sigmoid(z)
     elif S.GATE == "softmax":
         e = tl.where(free, tl.exp(z - tl.max(tl.where(free, z, float("-inf")), 1)[:, None]), 0.0)
         p = e / tl.sum(e, 1)[:, None]
     score = z if BY_LOGIT else p
     if S.BIAS:
         score += tl.load(bias + expert, mask=expert < EXPERTS, other=0.0)
-    score = tl.where(score == score, score, -1e300)
+    score = tl.where(score == score, score, _LAST)
     if GROUPS > 1:
         PER: tl.constexpr = EXPERTS // GROUPS
         group = tl.arange(0, G)[None, :]
@@ -162,7 +175,7 @@ def _choose(
 
 
 class Left(NamedTuple):
-    """A choice that the kernel of the chosen experts makes itself, from one token's logits."""
+    """A choice that the kernels of the chosen experts make themselves, from one token's logits."""
 
     logits: Any  # float32 [EXPERTS]
     choice: Any  # Choice
@@ -172,18 +185,84 @@ class Left(NamedTuple):
 
 
 @triton.jit
-def best_experts(logits, EXPERTS: tl.constexpr, E: tl.constexpr, COUNT: tl.constexpr):
-    """The ids of the COUNT highest logits, in the order of `choose_left`."""
-    expert = tl.arange(0, E)[None, :]
-    free = expert < EXPERTS
-    z = tl.load(logits + expert, mask=free, other=0.0).to(tl.float64)
-    high, low = _integers(tl.where(z == z, z, -1e300))
+def _left_scores(left, begin, S: tl.constexpr, COUNT: tl.constexpr):
+    """One token's experts begin.., [COUNT / 32, WARPS, 32], each warp's alike, so that no warp waits for another: their
+    numbers, and what `choose_left` chooses by, as integers; _TAKEN where there is no expert."""
+    WARPS: tl.constexpr = 1 if _INTERPRETED else tl.extra.cuda.num_warps()
+    expert = begin + tl.arange(0, COUNT // 32)[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
+    expert += tl.zeros([COUNT // 32, WARPS, 32], tl.int32)
+    there = expert < S.EXPERTS
+    z = tl.load(left.logits + expert, mask=there, other=0.0)
+    if S.BIAS:
+        score = _sigmoid(z.to(tl.float64)) + tl.load(left.bias + expert, mask=there, other=0.0)
+        high, low = _integers(tl.where(score == score, score, _LAST))
+    else:
+        # Logits themselves are float32, so one integer has their order.
+        high = tl.where(z == 0.0, 0.0, tl.where(z == z, z, _LAST)).to(tl.int32, bitcast=True)
+        high = tl.where(high < 0, high ^ 0x7FFFFFFF, high)
+        low = high
+    return expert, tl.where(there, high, _TAKEN), low
+
+
+@triton.jit
+def _largest(x):
+    return tl.max(tl.max(x, 0), 1)[None, :, None]
+
+
+@triton.jit
+def _best_left(parts, high, S: tl.constexpr):
+    """The first expert of the highest score, [1, WARPS, 1], of one part or two. With a bias there is one (`may_leave`)."""
+    BOTH: tl.constexpr = len(high) == 2
+    top = _largest(tl.maximum(high[0], high[1]) if BOTH else high[0])
+    found = high[0] == top
+    if S.BIAS:
+        found = found & (parts[0][2] == _largest(tl.where(found, parts[0][2], _TAKEN)))
+    best = tl.where(found, parts[0][0], 1 << 30)
+    if BOTH:
+        best = tl.minimum(best, tl.where(high[1] == top, parts[1][0], 1 << 30))
+    return tl.min(tl.min(best, 0), 1)[None, :, None]
+
+
+@triton.jit
+def _take(parts, high, expert):
+    """Scores without this expert's."""
+    first = tl.where(parts[0][0] == expert, _TAKEN, high[0])
+    if len(high) == 2:
+        return first, tl.where(parts[1][0] == expert, _TAKEN, high[1])
+    else:
+        return (first,)
+
+
+@triton.jit
+def _left_parts(left, S: tl.constexpr, E: tl.constexpr):
+    """`_left_scores` of all, as many in a part as the lanes of a warp load at once; and the scores of each part."""
+    if E > _LEFT_AT_ONCE:
+        first, second = _left_scores(left, 0, S, E // 2), _left_scores(left, E // 2, S, E // 2)
+        return (first, second), (first[1], second[1])
+    else:
+        first = _left_scores(left, 0, S, max(32, E))
+        return (first,), (first[1],)
+
+
+@triton.jit
+def best_experts(left, S: tl.constexpr, E: tl.constexpr, COUNT: tl.constexpr):
+    """The ids of the first COUNT experts, in the order of `choose_left`."""
+    parts, high = _left_parts(left, S, E)
     found = ()
     for _ in tl.static_range(COUNT):
-        best = _best(high, low, free, expert)
-        found += (tl.sum(tl.sum(best, 1), 0),)
-        free = free & (expert != best)
+        best = _best_left(parts, high, S)
+        found += (tl.max(best, None),)
+        high = _take(parts, high, best)
     return found
+
+
+@triton.jit
+def expert_at(left, place, S: tl.constexpr, E: tl.constexpr):
+    """The id of the expert at this place of `best_experts`."""
+    parts, high = _left_parts(left, S, E)
+    for _ in range(place):
+        high = _take(parts, high, _best_left(parts, high, S))
+    return tl.max(_best_left(parts, high, S), None)
 
 
 @triton.jit
@@ -191,7 +270,8 @@ def choose_left(left, S: tl.constexpr, G: tl.constexpr, E: tl.constexpr):
     """Stores the experts of one token."""
     expert = tl.arange(0, E)[None, :]
     z = tl.load(left.logits + expert, mask=expert < S.EXPERTS, other=0.0).to(tl.float64)
-    _choose(left.choice, tl.zeros([1, 1], tl.int64), z, left.bias, left.gains, 1, 1, left.scale, S, G, E, True)
+    BY_LOGIT: tl.constexpr = not S.BIAS
+    _choose(left.choice, tl.zeros([1, 1], tl.int64), z, left.bias, left.gains, 1, 1, left.scale, S, G, E, BY_LOGIT)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -437,21 +517,34 @@ def build_router(
 
 
 def may_leave(spec: RouteSpec) -> bool:
-    """Whether the order of logits is that of the experts, so that `best_experts` finds them."""
-    return spec.gate in ("softmax", "softmax_topk") and not spec.bias and spec.n_groups == 1
+    """Whether each expert's logit and bias alone say its place, so that `best_experts` finds it: a softmax with a bias
+    would be summed in each kernel's own order. With more experts the kernels of Kimi K2 and DeepSeek V3 spill."""
+    if spec.bias:
+        return spec.gate == "sigmoid" and spec.n_groups == 1 and spec.n_experts <= 128
+    return spec.n_groups == 1 and spec.n_experts <= 256
 
 
-def left_to_experts(site: Site, linear: Node, route: Node) -> tuple[Callable[[], Left], dict[str, Any]]:
-    """What the experts' kernels need to choose, at each call, and its constants."""
+Chooses = tuple[Callable[[], Left], Mapping[str, Any]]
+"""What the experts' kernels need to choose, at each call, and its constants."""
+
+
+def no_choice(unread: torch.Tensor) -> Chooses:
+    """For kernels whose experts are chosen before them."""
+    left = Left(unread, Choice(unread, unread, unread), unread, unread, 1.0)
+    return lambda: left, {"S": Shape(1, 1, "softmax_topk", False, False, 1, 1, False), "G": 1, "E": 1}
+
+
+def left_to_experts(site: Site, linear: Node, route: Node) -> Chooses:
+    """What a router leaves to the experts' kernels."""
     spec: RouteSpec = route.spec
     logits = site.slot(linear.outputs[0])
     ids, weights = (site.slot(v) for v in route.outputs)
-    counts, (_, gains) = site.counter(route.path, spec.n_experts), _vectors(site, route)
+    counts, (bias, gains) = site.counter(route.path, spec.n_experts), _vectors(site, route)
 
     def left() -> Left:
         unread = logits.tensor
-        choice = Choice(ids.tensor, weights.tensor, counts)
-        return Left(logits.tensor, choice, unread, unread if gains is None else gains, spec.scale)
+        choice, given = Choice(ids.tensor, weights.tensor, counts), (unread if v is None else v for v in (bias, gains))
+        return Left(logits.tensor, choice, *given, spec.scale)
 
     return left, _constants(spec)
 

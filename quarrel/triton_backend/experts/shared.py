@@ -26,6 +26,7 @@ from quarrel.ops.program import Node
 from quarrel.triton_backend.elementwise.activation import activate
 from quarrel.triton_backend.experts.matvec import _as_int8x2, _tensor
 from quarrel.triton_backend.experts.matvec_kernels import _planes_from
+from quarrel.triton_backend.experts.route import Chooses, best_experts, choose_left, expert_at, no_choice
 from quarrel.triton_backend.formats.dots import load_tile, tile_products
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
 from quarrel.triton_backend.formats.table import INTEGERS, by_name, matvec_planes, word_columns
@@ -105,22 +106,31 @@ def _up_rows(
 
 @triton.jit
 def up_with_shared(
-    routed, shared, x, ids, R: tl.constexpr, S: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr,
-    PDL: tl.constexpr, ASM: tl.constexpr,
+    routed, shared, x, ids, left, R: tl.constexpr, O: tl.constexpr, S: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
+    K: tl.constexpr, USED: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, LEFT: tl.constexpr, PDL: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: S.N / 32 programs of the shared expert, then R.N / 32 of each that is chosen. R and S: shapes of both sides."""
-    OWN: tl.constexpr = S.N // 32
+    """Grid: O.N / 32 programs of the shared expert, then R.N / 32 of each that is chosen. R and O: shapes of both sides.
+    LEFT: each of these finds its expert itself, and one program more stores the choice."""
+    OWN: tl.constexpr = O.N // 32
     PER: tl.constexpr = R.N // 32
     pid = tl.program_id(0)
     if pid < OWN:
-        _up_rows(shared, x, pid.to(tl.int64) * 0, pid * 32, shared.to, S, K, GATED, KIND, PDL, ASM)
+        _up_rows(shared, x, pid.to(tl.int64) * 0, pid * 32, shared.to, O, K, GATED, KIND, PDL, ASM)
     else:
         # Whoever comes next may start when all programs here know their experts, and so knows them too.
         if PDL:
             tl.extra.cuda.gdc_wait()
             tl.extra.cuda.gdc_launch_dependents()
         j = (pid - OWN) // PER
-        stacked = tl.load(ids + j).to(tl.int64) * R.N
+        if LEFT:
+            if j == USED:
+                choose_left(left, S, G, E)
+                return
+            mine = expert_at(left, j, S, E)
+        else:
+            mine = tl.load(ids + j)
+        stacked = mine.to(tl.int64) * R.N
         to = routed.to + j * (R.N // 2 + R.N // 32 * 3)
         _up_rows(routed, x, stacked, (pid - OWN) % PER * 32, to, R, K, GATED, KIND, False, ASM)
 
@@ -143,17 +153,19 @@ class DownShape(NamedTuple):
 
 @triton.jit
 def down_with_shared(
-    out, routed, shared, ids, shares, rate, residual, alpha, N, R: tl.constexpr, S: tl.constexpr, USED: tl.constexpr,
-    RATED: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr, ASM: tl.constexpr,
+    out, routed, shared, ids, left, shares, rate, residual, alpha, N, R: tl.constexpr, O: tl.constexpr, S: tl.constexpr,
+    E: tl.constexpr, USED: tl.constexpr, RATED: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, LEFT: tl.constexpr,
+    PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """out [N] float32: residual + alpha * (the sum over chosen experts of share * W x, and the shared expert's W x), with
-    RATED times the sigmoid of rate [1], float32."""
+    RATED times the sigmoid of rate [1], float32. LEFT: the first experts are found here, as `ids` may be stored by the
+    launch ahead."""
     FORMAT: tl.constexpr = R.FORMAT
     K: tl.constexpr = R.K
     W: tl.constexpr = R.W
-    OWN_FORMAT: tl.constexpr = S.FORMAT
-    OWN_K: tl.constexpr = S.K
-    OWN_W: tl.constexpr = S.W
+    OWN_FORMAT: tl.constexpr = O.FORMAT
+    OWN_K: tl.constexpr = O.K
+    OWN_W: tl.constexpr = O.W
     TILES: tl.constexpr = (K // word_columns(FORMAT) + W - 1) // W
     OWN_TILES: tl.constexpr = (OWN_K // word_columns(OWN_FORMAT) + OWN_W - 1) // OWN_W
     ALL: tl.constexpr = USED * TILES
@@ -167,8 +179,15 @@ def down_with_shared(
     for i in tl.static_range(OWN_TILES):
         own += (load_tile(OWN_FORMAT, shared.w, n, first, N, i * OWN_W, OWN_K, ROWS, OWN_W, ASM),)
     tiles = ()
-    for i in tl.static_range(ALL if ALL < AHEAD else AHEAD):
-        w = _planes_from(FORMAT, routed.w, tl.load(ids + i // TILES).to(tl.int64) * N, K)
+    FIRST: tl.constexpr = ALL if ALL < AHEAD else AHEAD
+    if LEFT:
+        found = best_experts(left, S, E, (FIRST + TILES - 1) // TILES)
+    for i in tl.static_range(FIRST):
+        if LEFT:
+            mine = found[i // TILES]
+        else:
+            mine = tl.load(ids + i // TILES)
+        w = _planes_from(FORMAT, routed.w, mine.to(tl.int64) * N, K)
         tiles += (load_tile(FORMAT, w, n, first, N, i % TILES * W, K, ROWS, W, ASM),)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -256,7 +275,7 @@ def _int8x2(site: Site, value: Value) -> Any:
     return made
 
 
-def build_up(site: Site, nodes: WithShared) -> Launch:
+def build_up(site: Site, nodes: WithShared, chooses: Chooses | None) -> Launch:
     """EXPERT_UP, and the shared expert's maps with their activation."""
     spec: ExpertUpSpec = nodes.up.spec
     x, ids_value, *refs = nodes.up.inputs
@@ -278,16 +297,18 @@ def build_up(site: Site, nodes: WithShared) -> Launch:
             Shape(n, w.format, _tile_words(w.format, spec.k, _UP_WORDS))
             for n, w in ((spec.n, stacks[0]), (own[0].n, own[0]))
         )
+        left, constants = chooses or no_choice(ids.tensor)
+        programs = s.N // 32 + spec.used * (r.N // 32) + (chooses is not None)
         site.launch(
-            up_with_shared, (s.N // 32 + spec.used * (r.N // 32),), routed, shared, _tensor(rows), ids.tensor, R=r,
-            S=s, K=spec.k, GATED=spec.gated, KIND=spec.activation, ASM=not INTERPRETED, warps=_UP_WARPS,
-            maxnreg=_UP_REGISTERS, early=starts_early(site),
+            up_with_shared, (programs,), routed, shared, _tensor(rows), ids.tensor, left(), R=r, O=s, **constants, K=spec.k,
+            USED=spec.used, GATED=spec.gated, KIND=spec.activation, LEFT=chooses is not None, ASM=not INTERPRETED,
+            warps=_UP_WARPS, maxnreg=_UP_REGISTERS, early=starts_early(site),
         )  # fmt: skip
 
     return run
 
 
-def build_down(site: Site, nodes: WithShared) -> Launch:
+def build_down(site: Site, nodes: WithShared, chooses: Chooses | None) -> Launch:
     """EXPERT_DOWN, the shared expert's LINEAR_ADD onto it, and ADD to the stream."""
     spec: ExpertDownSpec = nodes.down.spec
     last: LinearAddSpec = nodes.shared_down.spec
@@ -306,10 +327,12 @@ def build_down(site: Site, nodes: WithShared) -> Launch:
         most = min(512, 2 * r.W)
         s = DownShape(last.linear.k, own.format, _tile_words(own.format, last.linear.k, most))
         warps = max(1, r.W // 128)
+        left, constants = chooses or no_choice(ids.tensor)
         site.launch(
-            down_with_shared, (cdiv(spec.n, _DOWN_ROWS),), out.tensor, routed, shared, ids.tensor, shares.tensor,
-            out.tensor if rate is None else rate[1].tensor, stream.tensor, nodes.add.spec.scale, spec.n, R=r, S=s,
-            USED=spec.used, RATED=rate is not None, ROWS=_DOWN_ROWS,
+            down_with_shared, (cdiv(spec.n, _DOWN_ROWS),), out.tensor, routed, shared, ids.tensor, left(), shares.tensor,
+            out.tensor if rate is None else rate[1].tensor, stream.tensor, nodes.add.spec.scale, spec.n, R=r, O=s,
+            S=constants["S"], E=constants["E"], USED=spec.used, RATED=rate is not None, LEFT=chooses is not None,
+            ROWS=_DOWN_ROWS,
             AHEAD=max(1, _AHEAD * 32 * warps // (_DOWN_ROWS * r.W)), ASM=not INTERPRETED, warps=warps,
             early=starts_early(site),
         )  # fmt: skip
