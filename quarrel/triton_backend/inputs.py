@@ -17,7 +17,6 @@ from quarrel.ops.step import Joined, Limits, Lists, SampleInputs, StepInputs, no
 from quarrel.triton_backend.attention import fixed
 from quarrel.triton_backend.attention.splits import (
     MOST_SPLITS,
-    SPLIT,
     most_of_each,
     most_splits,
     split_keys,
@@ -56,20 +55,20 @@ ADDED = 1
 
 
 def item_starts(
-    query_start: Array, kv_len: Array, seqs: int = 0, same: bool = False, most: int = MOST_SPLITS, alone: int = SPLIT
+    query_start: Array, kv_len: Array, seqs: int = 0, same: bool = False, most: int = MOST_SPLITS, short: int = 0
 ) -> Array:
     """Where each sequence's items begin, `[S + 1]`: a split of keys each, of the sequences with one new token.
 
     `seqs`: sequences of the padded step, where the step is cut into splits by more than those that there are.
     `same`: of a deterministic step, whose splits lie at fixed keys (`attention/fixed.py`).
-    `most`: splits of each, where there are few sequences; `alone`: keys of a split of one.
+    `most`: splits of each, where there are few sequences; `short`: of one, of as few keys as may be.
     """
     if same:
         splits = np.where(np.diff(query_start) == 1, -(-kv_len // fixed.SPLIT), 0)
         return np.concatenate([[0], np.cumsum(splits)]).astype(np.int32)
     if len(kv_len) == 1 and seqs <= 1:
         one = int(query_start[1]) - int(query_start[0]) == 1
-        return np.array([0, splits_of_one(int(kv_len[0]), most, alone) if one else 0], np.int32)
+        return np.array([0, splits_of_one(int(kv_len[0]), most, short) if one else 0], np.int32)
     single = np.diff(query_start) == 1
     seqs = max(seqs, len(kv_len))
     splits = splits_of(kv_len, split_keys(seqs), most_of_each(seqs, most))

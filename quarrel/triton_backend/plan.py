@@ -14,8 +14,7 @@ from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, W
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Choice
 from quarrel.triton_backend import fuse
-from quarrel.triton_backend.attention import latent
-from quarrel.triton_backend.attention.paged import splits_for
+from quarrel.triton_backend.attention.paged import short_splits, splits_for
 from quarrel.triton_backend.attention.rope import left_to_attention
 from quarrel.triton_backend.attention.splits import MOST_SPLITS
 from quarrel.triton_backend.experts.host import is_hosted
@@ -60,8 +59,8 @@ class Plan(Site):
     counters: dict[str, torch.Tensor] = field(default_factory=dict)
     most_splits: int = field(init=False)
     """Of the keys of each of a few sequences, in steps that are not deterministic."""
-    split_alone: int = field(init=False)
-    """Most keys of a split in a step of one sequence, below `most_splits` of them."""
+    short_splits: int = field(init=False)
+    """Of those, in a step of one sequence: how many have a tile of keys (`attention/paged.py`)."""
 
     def __post_init__(self) -> None:
         self.rows["one"] = 1
@@ -69,7 +68,7 @@ class Plan(Site):
             cuda = self.device.type == "cuda"
             self.generation = torch.cuda.get_device_capability(self.device)[0] if cuda else 0
         self.most_splits = self._most_splits()
-        self.split_alone = latent.split_alone([c.node.spec for c in self.choices if c.node.op is ATTENTION])
+        self.short_splits = short_splits([c.node.spec for c in self.choices if c.node.op is ATTENTION])
         self._scratch, self._pairs = Scratch(), Scratch()
         self._pairs.next_node()
         self._grouped: dict[tuple[int, int], tuple[int, Slot, Slot]] = {}

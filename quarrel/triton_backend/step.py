@@ -349,7 +349,7 @@ class TritonStep:
     def _item_starts(self, inputs: StepInputs, seqs: int = 0) -> Array:
         plan = self._plan
         return item_starts(
-            inputs.query_start, inputs.kv_len, seqs, self.limits.deterministic, plan.most_splits, plan.split_alone
+            inputs.query_start, inputs.kv_len, seqs, self.limits.deterministic, plan.most_splits, plan.short_splits
         )
 
     def _items(self, items: int, seqs: int) -> int:

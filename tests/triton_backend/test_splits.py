@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from quarrel.ops.attention import AttentionSpec
-from quarrel.triton_backend.attention.paged import splits_for
+from quarrel.triton_backend.attention.paged import WIDE_SPLITS, short_splits, splits_for
 from quarrel.triton_backend.attention.split_starts import split_starts
 from quarrel.triton_backend.attention.splits import (
     MOST_SPLITS,
@@ -54,6 +54,24 @@ def test_a_kernel_finds_the_length_of_splits_from_how_many_there_are(most: int) 
         assert (-(-keys // (splits * STEP)) == -(-keys // (chosen * STEP))).all()
         assert splits.max() <= most
     assert [splits_of_one(int(n), most) for n in keys[::97]] == splits_of(keys, SPLIT, most)[::97].tolist()
+
+
+@pytest.mark.parametrize("short", [0, 1, 32, MOST_SPLITS])
+def test_one_sequence_has_splits_of_a_tile_as_long_as_they_are_few(short: int) -> None:
+    for keys in [*range(1, 200), 1000, 1024, 1025, 5000, 32000]:
+        splits = splits_of_one(keys, short=short)
+        split = -(-keys // (splits * STEP)) * STEP
+        assert splits == -(-keys // split) <= MOST_SPLITS
+        assert split == STEP or keys > short * STEP
+        assert splits >= splits_of_one(keys)
+
+
+def test_layers_share_how_many_splits_are_short() -> None:
+    wide, narrow = (AttentionSpec(2, 1, width, 1.0) for width in (256, 128))
+    latent = AttentionSpec(2, 1, 64, 1.0, latent=512)
+    assert [short_splits(layers) for layers in ([], [narrow], [wide, narrow], [wide, latent], [narrow, latent])] == [0] * 5
+    assert short_splits([wide, wide]) == WIDE_SPLITS
+    assert short_splits([latent]) == MOST_SPLITS
 
 
 def test_splits_of_few_sequences_fill_the_device() -> None:

@@ -20,7 +20,7 @@ they never come back from memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from quarrel.triton_backend.attention.decode import LOG2E, find, rotated
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES, as_values
 from quarrel.triton_backend.attention.records import Append, Keys, Partial, Rotation, Sequences
 from quarrel.triton_backend.attention.rope import sin_cos
-from quarrel.triton_backend.attention.splits import SPLIT, STEP, combine_head, split_of
+from quarrel.triton_backend.attention.splits import combine_head, split_of
 from quarrel.triton_backend.linear.heads import build_head_linear
 from quarrel.triton_backend.runtime.arrays import DTYPES
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_two
@@ -440,11 +440,6 @@ def appends(site: Site, node: Node) -> bool:
     """Whether an ATTENTION's cache takes keys and values as they are."""
     cache = site.cache(node.inputs[4])  # type: ignore[arg-type]
     return cache.k.dtype == DTYPES[site.compute]
-
-
-def split_alone(layers: Sequence[AttentionSpec]) -> int:
-    """Most keys of a split in a step of one sequence with such layers: a tile, where few programs would have several."""
-    return STEP if layers and all(spec.latent for spec in layers) else SPLIT
 
 
 def build_attention(site: Site, node: Node, before: Before | None = None, behind: Node | None = None) -> Launch:

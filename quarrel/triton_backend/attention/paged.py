@@ -10,7 +10,7 @@ queries times the heads that share a key head. Softmax and sums are float32, pow
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -154,6 +154,8 @@ HEAD_PROGRAMS = 128
 256 values or 512, take 640 us for 689, and 726 for 748 behind 600 keys; 6 of Gemma 4 26B-A4B 498 for 519 (in 8 warps).
 Heads of 128 lose: 8 layers of Mistral-7B 442 us for 434, 493 for 469 behind 500 keys and 524 for 474 behind 1000. Heads
 of 64 gain 2.5 us in 415 (gpt-oss), which is not worth a kernel more."""
+WIDE_SPLITS = 32
+"""Short splits of heads of more than 128 values: up to 1024 keys."""
 HEAD_ITEMS = 4
 """The bucket of one sequence with up to so many splits."""
 
@@ -202,6 +204,18 @@ def splits_for(specs: Iterable[AttentionSpec], compute: Compute, kind: str, gene
     if len(heads) != 1 or not known or compute == "float32" or (kind != "plain" and generation != 9):
         return MOST_SPLITS
     return whole_rounds(heads.pop(), 2 * processors)
+
+
+def short_splits(layers: Sequence[AttentionSpec]) -> int:
+    """How many splits of one sequence have a tile of keys, where its few programs would walk several tiles one after the
+    other; what all layers of a step share.
+
+    Up to 128 keys 12 layers of Gemma-4-E4B took 647 us on an H200 for 660 with splits of 128 keys, behind 500 keys 680 for
+    726; 6 of Gemma 4 26B-A4B 493 for 502 and 525 for 536.
+    """
+    if layers and all(spec.latent for spec in layers):
+        return MOST_SPLITS
+    return WIDE_SPLITS if layers and all(spec.head_dim > 128 for spec in layers) else 0
 
 
 def _rotation(site: Site, node: Node) -> Callable[[], tuple[torch.Tensor, Rotation]]:

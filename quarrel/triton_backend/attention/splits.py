@@ -63,15 +63,15 @@ def splits_of(kv_len: Array, split: int = SPLIT, most: int = MOST_SPLITS) -> Arr
     return -(-kv_len // np.maximum(keys, 1))
 
 
-def splits_of_one(keys: int, most: int = MOST_SPLITS, split: int = SPLIT) -> int:
-    """`splits_of` for one sequence."""
-    count = min(max(cdiv(keys, split), 1), most)
+def splits_of_one(keys: int, most: int = MOST_SPLITS, short: int = 0) -> int:
+    """`splits_of` for one sequence, but up to `short` splits have STEP keys or fewer."""
+    count = min(max(cdiv(keys, SPLIT), min(cdiv(keys, STEP), short), 1), most)
     return cdiv(keys, max(cdiv(keys, count * STEP) * STEP, 1))
 
 
 def most_splits(keys: int, seqs: int) -> int:
-    """Splits of so many sequences that hold so many keys in all."""
-    return min(cdiv(keys, SPLIT) + seqs, MOST_SPLITS * seqs)
+    """Splits of so many sequences, or of one, that hold so many keys in all."""
+    return max(min(cdiv(keys, SPLIT) + seqs, MOST_SPLITS * seqs), splits_of_one(keys, short=MOST_SPLITS))
 
 
 @triton.jit

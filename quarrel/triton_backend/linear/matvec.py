@@ -28,13 +28,15 @@ from quarrel.triton_backend.formats.table import FLOATS, INTEGERS, by_name, has_
 from quarrel.triton_backend.linear.composite import maps_of
 from quarrel.triton_backend.linear.kernels import WITHOUT_COPIES, ByRows
 from quarrel.triton_backend.linear.maps import Maps
-from quarrel.triton_backend.linear.matvec_kernels import gate_up, matvec, matvec3, norm_gate_up
+from quarrel.triton_backend.linear.matvec_kernels import gate_up, matvec, matvecs, norm_gate_up
 from quarrel.triton_backend.linear.matvec_tiles import Walk, gate_tile_for, multiprocessors, tile_for, tiles_for, walk_for
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Planes, Slot
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
 
 _BLOCKS = 16
+_AT_ONCE = 4
+"""Maps of one row in a launch."""
 MAX_NORM = 16384
 """A norm of one row is one program."""
 ACTIVATIONS = ("silu", "gelu_tanh")
@@ -106,8 +108,8 @@ def _one(site: Site, m: Map, row: Row, y: Slot, residual: Slot | None, alpha: fl
     )  # fmt: skip
 
 
-def _three(site: Site, maps: Sequence[Map], row: Row, ys: Sequence[Slot]) -> None:
-    """Up to three maps of one row and one K; a third that is missing has no rows."""
+def _several(site: Site, maps: Sequence[Map], row: Row, ys: Sequence[Slot]) -> None:
+    """Two to four maps of one row and one K; a third that is missing has no rows."""
     tiles = tiles_for([m.weight.format for m in maps], sum(m.weight.n for m in maps), maps[0].weight.k)
     rows, warps = tiles[0].rows, tiles[0].warps
     programs = sum(cdiv(m.weight.n, rows) for m in maps)
@@ -116,7 +118,7 @@ def _three(site: Site, maps: Sequence[Map], row: Row, ys: Sequence[Slot]) -> Non
     formats = tuple(m.weight.format for m in maps)
     y = tuple(s.tensor for s in ys)
     site.launch(
-        matvec3, (programs,), y, tuple(row.of(f) for f in formats), tuple(m.planes for m in maps),
+        matvecs, (programs,), y, tuple(row.of(f) for f in formats), tuple(m.planes for m in maps),
         tuple(y[i] if m.bias is None else m.bias for i, m in enumerate(maps)), tuple(ns), K=maps[0].weight.k,
         FORMATS=formats, BIAS=maps[0].bias is not None, R=rows, WORDS=tuple(t.words for t in tiles), DEEP=tiles[0].deep,
         ASM=not INTERPRETED, warps=warps, early=starts_early(site),
@@ -216,7 +218,7 @@ def can_norm(spec: NormSpec) -> bool:
 
 
 def build_norm_linear(site: Site, node: Node) -> Launch:
-    """NORM_LINEAR: x `[T, k]`, gain `[k]`, up to three weights a launch."""
+    """NORM_LINEAR: x `[T, k]`, gain `[k]`, up to four weights a launch."""
     spec: NormLinearSpec = node.spec
     several = maps_of(site, node)
     if not can_norm(spec.norm) or not all(takes(site, lin) for lin in spec.linears):
@@ -238,10 +240,10 @@ def norm_linear_row(site: Site, node: Node, fill: Fill | None = None) -> Launch:
     row, normed = _normed(site, spec.norm, node.inputs, [m.weight.format for m in maps], fill)
     # One launch has either biases throughout or none.
     groups = [
-        chosen[i : i + 3]
+        chosen[i : i + _AT_ONCE]
         for bias in (False, True)
         for chosen in [[j for j, m in enumerate(maps) if (m.bias is not None) == bias]]
-        for i in range(0, len(chosen), 3)
+        for i in range(0, len(chosen), _AT_ONCE)
     ]
 
     def one_row(batch: Batch) -> None:
@@ -250,7 +252,7 @@ def norm_linear_row(site: Site, node: Node, fill: Fill | None = None) -> Launch:
             if len(group) == 1:
                 _one(site, maps[group[0]], row, ys[group[0]], None, 1.0)
             else:
-                _three(site, [maps[j] for j in group], row, [ys[j] for j in group])
+                _several(site, [maps[j] for j in group], row, [ys[j] for j in group])
 
     return one_row
 

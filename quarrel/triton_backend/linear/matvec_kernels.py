@@ -97,34 +97,45 @@ def matvec(
 
 
 @triton.jit
-def matvec3(
+def _map_rows(
+    y, x, w, bias, n, tile, K: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    PDL: tl.constexpr, DEEP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A tile's rows of one of several maps."""
+    first = tile * R
+    sums, add = row_sums(FORMAT, w, x, first, n, K, R, W, PDL, DEEP, ASM)
+    store_row(y, sums, bias, add, first, n, 1.0, BIAS, False, R)
+
+
+@triton.jit
+def matvecs(
     ys, xs, ws, biases, ns,
     K: tl.constexpr, FORMATS: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
     DEEP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """Three maps of one row: of each argument a tuple of three; the programs of the first map come first."""
+    """Three maps of one row, or four: of each argument a tuple of so many; the programs of the first map come first."""
     # Parts of a constant are constants by annotation only (Triton 3.6).
+    FOUR: tl.constexpr = len(FORMATS) == 4
     F0: tl.constexpr = FORMATS[0]
     F1: tl.constexpr = FORMATS[1]
     F2: tl.constexpr = FORMATS[2]
+    F3: tl.constexpr = FORMATS[3 if FOUR else 2]
     W0: tl.constexpr = WORDS[0]
     W1: tl.constexpr = WORDS[1]
     W2: tl.constexpr = WORDS[2]
+    W3: tl.constexpr = WORDS[3 if FOUR else 2]
     tile = tl.program_id(0)
     t_1 = tl.cdiv(ns[0], R)
     t_2 = t_1 + tl.cdiv(ns[1], R)
+    t_3 = t_2 + tl.cdiv(ns[2], R)
     if tile < t_1:
-        first = tile * R
-        sums, add = row_sums(F0, ws[0], xs[0], first, ns[0], K, R, W0, PDL, DEEP, ASM)
-        store_row(ys[0], sums, biases[0], add, first, ns[0], 1.0, BIAS, False, R)
+        _map_rows(ys[0], xs[0], ws[0], biases[0], ns[0], tile, K, F0, BIAS, R, W0, PDL, DEEP, ASM)
     elif tile < t_2:
-        first = (tile - t_1) * R
-        sums, add = row_sums(F1, ws[1], xs[1], first, ns[1], K, R, W1, PDL, DEEP, ASM)
-        store_row(ys[1], sums, biases[1], add, first, ns[1], 1.0, BIAS, False, R)
-    else:
-        first = (tile - t_2) * R
-        sums, add = row_sums(F2, ws[2], xs[2], first, ns[2], K, R, W2, PDL, DEEP, ASM)
-        store_row(ys[2], sums, biases[2], add, first, ns[2], 1.0, BIAS, False, R)
+        _map_rows(ys[1], xs[1], ws[1], biases[1], ns[1], tile - t_1, K, F1, BIAS, R, W1, PDL, DEEP, ASM)
+    elif tile < t_3:
+        _map_rows(ys[2], xs[2], ws[2], biases[2], ns[2], tile - t_2, K, F2, BIAS, R, W2, PDL, DEEP, ASM)
+    elif FOUR:
+        _map_rows(ys[3], xs[3], ws[3], biases[3], ns[3], tile - t_3, K, F3, BIAS, R, W3, PDL, DEEP, ASM)
 
 
 @triton.jit
