@@ -188,6 +188,8 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
         maps = tuple(LinearSpec(t, n, 4096) for t, n in ((type, 4096), (type, 1024), (GGMLType.Q6_K, 1025)))
         yield NORM_LINEAR, NormLinearSpec(norm, maps)
         yield NORM_LINEAR, NormLinearSpec(norm, tuple(LinearSpec(type, n, 4096) for n in (4096, 1024, 1024)))
+        delta = tuple(LinearSpec(t, n, 4096) for t, n in ((GGMLType.Q6_K, 8192), (type, 32), (type, 32), (type, 4096)))
+        yield NORM_LINEAR, NormLinearSpec(norm, delta)
         yield EXPERT_UP, ExpertUpSpec(type, 32, 4, 2880, 2880 if type == GGMLType.MXFP4 else 2048, "silu")
         yield EXPERT_DOWN, ExpertDownSpec(type, 32, 4, 2048, 2048)
     yield LINEAR, LinearSpec(formats[0], 576, 576, bias=True, out="f32")

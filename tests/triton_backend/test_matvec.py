@@ -67,8 +67,11 @@ def test_a_float_row_of_any_width(backend: TritonBackend) -> None:
     check(backend, LINEAR, LinearSpec(GGMLType.F16, 5, 77))
 
 
-def test_three_maps_of_mixed_formats_and_one_with_a_bias(backend: TritonBackend) -> None:
+def test_several_maps_of_mixed_formats_and_one_with_a_bias(backend: TritonBackend) -> None:
     norm = NormSpec("rms", 512, 1e-5)
+    types = (GGMLType.Q6_K, GGMLType.Q4_K, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.F16, GGMLType.Q5_K)
+    for maps in (types[:4], types[:2], types):
+        check(backend, NORM_LINEAR, NormLinearSpec(norm, tuple(LinearSpec(t, 17 - i, 512) for i, t in enumerate(maps))))
     shapes = ((GGMLType.Q4_K, 6, False), (GGMLType.F16, 2, False), (GGMLType.Q6_K, 3, False), (GGMLType.Q8_0, 2, True))
     check(backend, NORM_LINEAR, NormLinearSpec(norm, tuple(LinearSpec(t, n, 512, b) for t, n, b in shapes)))
     check(backend, NORM_LINEAR, NormLinearSpec(norm, (LinearSpec(GGMLType.Q4_K, 5, 512),)))
