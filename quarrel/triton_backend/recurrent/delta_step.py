@@ -2,10 +2,9 @@
 
 One new token of each sequence is two launches. `conv_step` makes the rows of queries, keys and values; a program of
 `delta_step` then streams some rows of a head's state once, in and out, and whichever program of a head comes to its end
-last, by an integer counter, normalises and gates what the others left in memory before they counted. Of one sequence a
-program has the whole state of a head, and nobody counts. With the convolution in the second launch too, as in
-`mamba2_step.py`, every program made the query and the key anew, which took longer than the state: 234 us for 128 sequences
-on an H200, of which 127 copy as many bytes.
+last, by an integer counter, normalises and gates what the others left in memory before they counted. Which program that is
+changes no sum. With the convolution in the second launch too, as in `mamba2_step.py`, every program made the query and the
+key anew, which took longer than the state: 234 us for 128 sequences on an H200, of which 127 copy as many bytes.
 Prompts take the launches of conv, the chunks and the norm.
 """
 
@@ -29,7 +28,6 @@ from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
 
 _TILE = (2048, 4)  # state values to a program, 16 a thread; warps
-_ALONE = (16384, 16)  # the same for one sequence: a whole head, so no program waits for another
 _NORM = 2048  # values to a program of norm_gate_rows
 
 
@@ -83,51 +81,28 @@ def delta_step(
     v = tl.load(qkv + row * WIDTH + 2 * KEYS + head * S.V + p, mask=p_ok, other=0.0).to(tl.float32)
     size = tl.load(alpha + row * S.NV + head).to(tl.float32) + shift
     rate = tl.load(beta + row * S.NV + head).to(tl.float32)
-    if PARTS == 1:
-        gate, gain = _gate_of(z, weights, row * INNER + head * S.V, S, BD)
     # All loads stand above the first store, which the compiler would not move them over.
     m, y = delta_token(m, q, k, v, size, rate, decay, eps, SCALE)
-    if PARTS == 1:
-        _store_head(output, y, gate, gain, row, head, norm_eps, S, BD, FORM)
-        tl.store(state + at, m, mask=ok)
-    else:
-        tl.store(state + at, m, mask=ok)
-        p_y = heads_y + seq.to(tl.int64) * INNER + head * S.V
-        tl.store(p_y + p, y, mask=p_ok)
-        tl.debug_barrier()
-        count = tl.atomic_add(counts + seq * S.NV + head, 1, sem="acq_rel", scope="gpu")
-        if count == PARTS - 1:
-            tl.store(counts + seq * S.NV + head, 0)
-            column = tl.arange(0, BD)
-            whole = tl.load(p_y + column, mask=column < S.V, other=0.0, cache_modifier=".cg")
-            gate, gain = _gate_of(z, weights, row * INNER + head * S.V, S, BD)
-            _store_head(output, whole, gate, gain, row, head, norm_eps, S, BD, FORM)
-
-
-@triton.jit
-def _gate_of(z, weights, first, S: tl.constexpr, BD: tl.constexpr):
-    """What a head's norm is multiplied by: z from `first` on, and the gain; [BD] each."""
-    column = tl.arange(0, BD)
-    inside = column < S.V
-    gate = tl.load(z + first + column, mask=inside, other=0.0).to(tl.float32)
-    return gate, tl.load(weights.gain + column, mask=inside, other=0.0)
-
-
-@triton.jit
-def _store_head(
-    output, y, gate, gain, row, head, eps, S: tl.constexpr, BD: tl.constexpr, FORM: tl.constexpr
-):  # fmt: skip
-    """The norm of y [BD], times gain and gate."""
-    INNER: tl.constexpr = S.NV * S.V
-    u = y * (1.0 / tl.sqrt(tl.sum(y * y, 0) / S.V + eps)) * gain * activate(gate, "silu")
-    if FORM != "int8x2":
+    tl.store(state + at, m, mask=ok)
+    p_y = heads_y + seq.to(tl.int64) * INNER + head * S.V
+    tl.store(p_y + p, y, mask=p_ok)
+    tl.debug_barrier()
+    count = tl.atomic_add(counts + seq * S.NV + head, 1, sem="acq_rel", scope="gpu")
+    if count == PARTS - 1:
+        tl.store(counts + seq * S.NV + head, 0)
         column = tl.arange(0, BD)
-        at = output.plain + row * INNER + head * S.V + column
-        tl.store(at, u.to(output.plain.dtype.element_ty), mask=column < S.V)
-    if FORM != "plain":  # a step of one row: row is 0; V is BD
-        block = tl.arange(0, BD // 32)
-        values = tl.reshape(u, (BD // 32, 2, 16))
-        store_int8x2(output.int8x2, values, head * (S.V // 32) + block, block >= 0, INNER)
+        inside = column < S.V
+        there = row * INNER + head * S.V + column
+        u = tl.load(p_y + column, mask=inside, other=0.0, cache_modifier=".cg")
+        gate = tl.load(z + there, mask=inside, other=0.0).to(tl.float32)
+        gain = tl.load(weights.gain + column, mask=inside, other=0.0)
+        u = u * (1.0 / tl.sqrt(tl.sum(u * u, 0) / S.V + norm_eps)) * gain * activate(gate, "silu")
+        if FORM != "int8x2":
+            tl.store(output.plain + there, u.to(output.plain.dtype.element_ty), mask=inside)
+        if FORM != "plain":  # a step of one row: row is 0; V is BD
+            block = tl.arange(0, BD // 32)
+            values = tl.reshape(u, (BD // 32, 2, 16))
+            store_int8x2(output.int8x2, values, head * (S.V // 32) + block, block >= 0, INNER)
 
 
 @triton.jit(do_not_specialize=["runs"])
@@ -171,6 +146,8 @@ def build_delta_mix(site: Site, node: Node) -> Launch:
     heads_y = site.scratch("S", spec.d_inner)
     counts = site.zeros("S", rule.n_v)
     key_values = power_of_two(rule.k_dim)
+    values = min(power_of_two(rule.v_dim), max(1, _TILE[0] // key_values))
+    parts = cdiv(rule.v_dim, values)
 
     def run(batch: Batch) -> None:
         if batch.prefill or site.deterministic:
@@ -181,15 +158,12 @@ def build_delta_mix(site: Site, node: Node) -> Launch:
             form = "plain" if int8x2 is None or batch.T > 1 else "both" if plain else "int8x2"
             out = target.tensor
             conv_steps(site, spec.conv, batch, mixed, rows, conv)
-            most, warps = _ALONE if batch.S == 1 else _TILE
-            values = min(power_of_two(rule.v_dim), max(1, most // key_values))
-            parts = cdiv(rule.v_dim, values)
             site.launch(
                 delta_step, (rule.n_v * parts, batch.S), output=Output(out, out if form == "plain" else int8x2),
                 heads_y=heads_y.tensor, counts=counts.tensor, qkv=mixed.tensor, alpha=sizes.tensor, beta=rates.tensor,
                 z=gate.tensor, weights=DeltaWeights(*delta.weights, gain), **delta.sequences(), state=delta.state,
                 eps=rule.eps, norm_eps=spec.eps, S=heads_of(rule), SCALE=rule.k_dim**-0.5, PARTS=parts, BV=values,
-                BK=key_values, BD=power_of_two(rule.v_dim), FORM=form, warps=warps, early=starts_early(site),
+                BK=key_values, BD=power_of_two(rule.v_dim), FORM=form, warps=_TILE[1], early=starts_early(site),
             )  # fmt: skip
 
     return run
