@@ -236,7 +236,7 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
         yield KV_APPEND, KVAppendSpec(n_kv, dim)
         yield ATTENTION, AttentionSpec(heads, n_kv, dim, dim**-0.5)
     yield ATTENTION, AttentionSpec(64, 8, 64, 0.125, window=128, sinks=True)
-    for heads in (20, 128):  # GLM-4.7-Flash, DeepSeek V3
+    for heads in (16, 20, 128):  # DeepSeek-V2-Lite, GLM-4.7-Flash, DeepSeek V3
         yield ATTENTION, AttentionSpec(heads, 1, 64, 0.07, latent=512)
         yield ROPE_APPEND, RopeAppendSpec(RopeSpec("norm", heads, 576, 64), RopeSpec("norm", 1, 64, 64), 512)
         yield HEAD_LINEAR, HeadLinearSpec(GGMLType.Q8_0, heads, 512, 192, 64)

@@ -83,7 +83,10 @@ def test_experts_of_one_row_compile_without_spills(process: Forked, kernels: str
     assert report["compiled"] >= least  # type: ignore[operator]
 
 
-@pytest.mark.parametrize(("kernels", "each"), [("attend_latent_one", "1"), ("head_tiles", "10"), ("head_rows", "1")])
+@pytest.mark.parametrize(
+    ("kernels", "each"),
+    [("attend_latent_one", "1"), ("attend_latent_head", "1"), ("head_tiles", "10"), ("head_rows", "1")],
+)
 def test_decode_over_compressed_keys_compiles_without_spills(process: Forked, kernels: str, each: str) -> None:
     report = compiled(
         process, "--targets", "sm_90", "--formats", "Q4_K", "--computes", "float16", "--kernels", kernels, "--quick",

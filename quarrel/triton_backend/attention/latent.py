@@ -3,7 +3,8 @@
 Heads are rows of the products: a tile of rows meets a tile of keys that is loaded once, for scores and for values. A
 sequence with one new token is cut into splits of its keys (`splits.py`), which `combine_latent` adds, a program to a head;
 one with more walks all its keys in one program for each tile of rows, masking only tiles that the diagonal cuts. Softmax
-and sums are float32, powers of two with log2(e) in the scale.
+and sums are float32, powers of two with log2(e) in the scale. One sequence with few splits has a program to a head instead
+(`latent_head.py`).
 
 In a step without prompts the norm, the rotation and the append before it may be its own work, and of one token the splits
 may be added by the map of heads behind it (`fuse.py`).
@@ -33,8 +34,10 @@ from quarrel.ops.contract import Compute
 from quarrel.ops.norm import NormSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
+from quarrel.triton_backend.attention import latent_head
 from quarrel.triton_backend.attention.decode import LOG2E, find, rotated
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES, as_values
+from quarrel.triton_backend.attention.latent_head import attend_latent_head
 from quarrel.triton_backend.attention.records import Append, Keys, Partial, Rotation, Sequences
 from quarrel.triton_backend.attention.rope import sin_cos
 from quarrel.triton_backend.attention.splits import combine_head, split_of
@@ -457,6 +460,8 @@ def build_attention(site: Site, node: Node, before: Before | None = None, behind
     # layers of GLM-4.7-Flash 316 us on an H200 for 327 in four).
     alone = tiles(site.compute, 16, site.generation)[0]
     alone = replace(alone, warps=8) if site.generation == 9 else alone
+    # A program to a head was made for Hopper alone; the interpreter has it too, for the tests.
+    hopper = site.generation == 9 or INTERPRETED
     together = min(heads, many.rows)
     shape = LatentShape(heads, spec.head_dim, rank, cache.block_size, cache.kind)
     common: dict[str, Any] = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "scale": spec.scale * LOG2E, "S": shape}
@@ -476,13 +481,20 @@ def build_attention(site: Site, node: Node, before: Before | None = None, behind
     def decode(batch: Batch) -> None:
         """The sequences with one new token."""
         starts = site.tables.item_start.tensor
-        tile = alone if batch.S == 1 else one
         queries, append = (q.tensor, absent(q.tensor)) if left is None else left()
+        kernel: Any
+        if hopper and batch.T == 1 and batch.items * heads <= latent_head.HEAD_PROGRAMS:
+            keys, warps = latent_head.tile(batch.items)
+            kernel, rows, stages, own = attend_latent_head, 1, 1, {"KEYS": keys // warps, "WARPS": warps}
+        else:
+            tile = alone if batch.S == 1 else one
+            kernel, rows, warps, stages = attend_latent_one, tile.rows, tile.warps, tile.stages
+            own = {"seqs": batch.S, "BLOCK_M": rows, "BLOCK_N": tile.keys, "EARLY": not batch.prefill}
         site.launch(
-            attend_latent_one, (batch.items, cdiv(heads, tile.rows)), out=target.tensor, partial=partial(), q=queries,
-            append=append, sequences=sequences(), item_start=starts, seqs=batch.S, **common, ROTATE=style,
-            NORMS=before is not None and before.norm is not None, BLOCK_M=tile.rows, BLOCK_N=tile.keys,
-            EARLY=not batch.prefill, warps=tile.warps, stages=tile.stages, early=starts_early(site),
+            kernel, (batch.items, cdiv(heads, rows)), out=target.tensor, partial=partial(), q=queries, append=append,
+            sequences=sequences(), item_start=starts, **common, ROTATE=style,
+            NORMS=before is not None and before.norm is not None, **own, warps=warps, stages=stages,
+            early=starts_early(site),
         )  # fmt: skip
         if values is not None:
             values(batch)
