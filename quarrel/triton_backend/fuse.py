@@ -37,6 +37,7 @@ from quarrel.ops.rope import ROPE
 from quarrel.ops.state import CONV
 from quarrel.triton_backend.attention import latent, rope
 from quarrel.triton_backend.elementwise import head_norms
+from quarrel.triton_backend.elementwise.activation import build_rounded
 from quarrel.triton_backend.elementwise.head_norms import HeadNorms
 from quarrel.triton_backend.elementwise.norm_add import NormAdd
 from quarrel.triton_backend.experts import joined, route
@@ -106,7 +107,7 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = 
             found.append(_router(nodes, i, source(i, 0), maker, readers, kept))
         elif node.op is GATED or node.op is PLAIN:
             makers = [source(i, place) for place in range(len(node.inputs))]
-            found += [_shared(nodes, i, makers), _shared_rows(nodes, i, makers)]
+            found += [_shared(nodes, i, makers), _shared_rows(nodes, i, makers), _rounded(nodes, i, makers)]
         elif node.op is ROPE:
             found.append(_rotated(nodes, i, source(i, 0)))
         elif node.op is CONV:
@@ -210,6 +211,14 @@ def _either(together: Launch, fusion: Fusion, alone: Launch) -> Launch:
 
 def _nothing(batch: Batch) -> None:
     pass
+
+
+def _rounded(nodes: Sequence[Node], i: int, makers: Sequence[int | None]) -> Fusion | None:
+    """The gate of an attention's result, which leaves one row as the map behind it reads it."""
+    spec, made = nodes[i].spec, makers[-1]
+    if nodes[i].op is not GATED or made is None or nodes[made].op is not ATTENTION or spec.per_row or spec.n % 32:
+        return None
+    return Fusion({i: lambda site, many: build_rounded(site, nodes[i], many)})
 
 
 def _router(

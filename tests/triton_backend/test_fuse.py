@@ -276,7 +276,7 @@ def test_a_norm_added_to_the_stream_is_one_launch_with_the_same_bits(
         assert one_alone - one == five_alone - five
         return
     if after == "columns":  # both are rounded where they are made, and the first half's stream by itself
-        assert (one["gated_columns_int8x2"], one["int8x2_rows"], five["gated_columns"]) == (2, 1, 2)
+        assert (one["gated_int8x2"], one["int8x2_rows"], five["gated_columns"]) == (2, 1, 2)
     # The second half's maps, or their rounding, begin with what the first half has left.
     assert one["norm_add_int8x2"] == 1
     gone = {"norm_rows": 1, "add_flat": 2, **({} if factor == 1.0 else {"cap_flat": 2})}
@@ -428,6 +428,28 @@ def test_a_tokens_heads_of_512_values_are_rounded_where_they_are_made(
         step.close()
     assert rel_error(outputs[0], outputs[1]) < 1e-3  # type: ignore[arg-type]
     assert rounded[1] - rounded[0] == 1
+
+
+@pytest.mark.parametrize(("type", "rounds"), [(GGMLType.Q8_0, 1), (GGMLType.F16, 0)], ids=["integers", "floats"])
+def test_a_gate_behind_attention_leaves_one_row_as_int8x2(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, type: GGMLType, rounds: int
+) -> None:
+    """With the same bits, if the map behind it reads it so; as in Qwen 3.5."""
+    b, dim, heads = Builder(), 32, 4
+    h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, K))
+    widths = {"q": heads * dim, "k": 2 * dim, "v": 2 * dim, "gate": heads * dim}
+    q, k, v, gate = (linear(b, h, ref(name, GGMLType.Q4_0, width, K)) for name, width in widths.items())
+    cache, turns = b.cache(KVLayer(2, dim)), RopeSpec("neox", heads, dim, dim)
+    freq = ConstRef("freq", tuple(1000.0 ** (-2.0 * i / dim) for i in range(dim // 2)))
+    q = rope_append(b, RopeAppendSpec(turns, replace(turns, n_heads=2)), q, k, v, freq, cache)
+    y = gated(b, GatedSpec("sigmoid", heads * dim), gate, attention(b, AttentionSpec(heads, 2, dim, 0.2), q, cache))
+    made = b.program(hidden=gather_rows(b, linear_add(b, h, y, ref("o", type, K, heads * dim)), b.input("out_rows")))
+    steps = [batch([(0, 0, 5)]), batch([(0, 5, 1)], seed=3)]
+    outputs, names = both_ways(backend, monkeypatch, made, "_rounded", None, steps)
+    assert [names[i].get("gated_int8x2", 0) for i in range(4)] == [0, rounds, 0, 0]
+    assert names[3]["int8x2_rows"] - names[1]["int8x2_rows"] == rounds
+    for i in (0, 1):
+        assert np.array_equal(outputs[i], outputs[i + 2])
 
 
 @pytest.mark.parametrize(("channels", "width"), [(96, 3), (288, 4), (64, 2)])

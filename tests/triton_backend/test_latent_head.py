@@ -14,7 +14,7 @@ from quarrel.ops.contract import Array, rel_error
 from quarrel.triton_backend.attention import latent, latent_head
 from quarrel.triton_backend.attention.decode import LOG2E
 from quarrel.triton_backend.attention.records import Append, Keys, Partial, Rotation, Sequences
-from quarrel.triton_backend.attention.splits import STEP, splits_of_one
+from quarrel.triton_backend.attention.splits import MOST_SPLITS, splits_of_one
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.runtime.launch import INTERPRETED, launch
 from tests.triton_backend import test_latent
@@ -129,7 +129,7 @@ class Layer:
 @pytest.mark.parametrize(("style", "normed"), [("", False), ("norm", True), ("neox", True), ("norm", False)])
 @pytest.mark.parametrize("keys", LENGTHS)
 def test_every_length(keys: int, style: str, normed: bool) -> None:
-    Layer(keys, style, normed).check(splits_of_one(keys, split=STEP), (16, 4))
+    Layer(keys, style, normed).check(splits_of_one(keys, short=MOST_SPLITS), (16, 4))
 
 
 @pytest.mark.parametrize("tile", [(16, 4), (32, 8), (16, 8), (8, 4)])

@@ -124,11 +124,11 @@ def gated_columns(
 
 
 @triton.jit
-def gated_columns_int8x2(
+def gated_int8x2(
     to, y, gate, up, N: tl.constexpr, START: tl.constexpr, KIND: tl.constexpr, B: tl.constexpr, PLAIN: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """`gated_columns` of one row as int8x2 into `to`, and with PLAIN into y; B blocks of 32 columns to a program."""
+    """`gated_columns` of one row, some or all, as int8x2 into `to`, and with PLAIN into y; a program has B blocks of 32."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -229,19 +229,25 @@ def build_gated(site: Site, node: Node) -> Launch:
         many = _build(gated_columns, site, node, spec.n, **columns, KIND=spec.activation, PER_ROW=spec.per_row)
         # Nothing that a step of one row fuses has only some columns of up.
         to, plain = (None, True) if spec.per_row or spec.n % 32 else site.int8x2_target(node.outputs[0])
-        return many if to is None else _columns_or_int8x2(site, node, to, plain, many)
+        return many if to is None else _or_int8x2(site, node, to, plain, many)
     return _build(gated_flat, site, node, KIND=spec.activation, SHARE=spec.n if spec.per_row else 1)
 
 
-def _columns_or_int8x2(site: Site, node: Node, to: torch.Tensor, plain: bool, many: Launch) -> Launch:
-    """GATED with some columns of up: one row as int8x2, for the matvecs that read it."""
+def build_rounded(site: Site, node: Node, many: Launch) -> Launch:
+    """GATED that leaves one row as int8x2 where somebody reads it so."""
+    to, plain = site.int8x2_target(node.outputs[0])
+    return many if to is None else _or_int8x2(site, node, to, plain, many)
+
+
+def _or_int8x2(site: Site, node: Node, to: torch.Tensor, plain: bool, many: Launch) -> Launch:
+    """GATED: one row as int8x2, for the matvecs that read it."""
     spec: GatedSpec = node.spec
     gate, up, y = (site.slot(v) for v in (*node.inputs, node.outputs[0]))  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
 
     def one_row() -> None:
         site.launch(
-            gated_columns_int8x2, (cdiv(spec.n // 32, BLOCKS),), to, y.tensor, gate.tensor, up.tensor, N=spec.n,
+            gated_int8x2, (cdiv(spec.n // 32, BLOCKS),), to, y.tensor, gate.tensor, up.tensor, N=spec.n,
             START=spec.start, KIND=spec.activation, B=BLOCKS, PLAIN=plain, early=starts_early(site),
         )  # fmt: skip
 
