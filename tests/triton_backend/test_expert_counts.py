@@ -100,11 +100,11 @@ def test_one_row_chooses_in_the_launch_that_makes_its_logits(
 
 
 def _chosen_by_logits(found, left, S: tl.constexpr, E: tl.constexpr, USED: tl.constexpr):
-    ids = route.best_experts(left, S, E, USED)
+    ids = route.best_experts(left, S, USED)
     for j in tl.static_range(USED):
         tl.store(found + j, ids[j])
     for j in range(USED):
-        tl.store(found + USED + j, route.expert_at(left, j, S, E))
+        tl.store(found + USED + j, route.expert_at(left, j, S))
     route.choose_left(left, S, 1, E)
 
 

@@ -132,7 +132,7 @@ def matvec_down(
         site.launch(
             down_of_experts, (cdiv(spec.n, tile.rows),), out.tensor, _tensor(x), ids.tensor, shares.tensor, left(), planes,
             out.tensor if bias is None else bias, out.tensor if added is None else added.tensor, alpha, spec.n,
-            LEFT=chooses is not None, S=constants["S"], E=constants["E"], X_STRIDE=stride, K=spec.k, USED=spec.used,
+            LEFT=chooses is not None, S=constants["S"], X_STRIDE=stride, K=spec.k, USED=spec.used,
             FORMAT=stack.format, BIAS=spec.bias, ADD=added is not None, R=tile.rows, W=tile.words, D=tile.tiles,
             ASM=not INTERPRETED, warps=tile.warps, early=starts_early(site),
         )  # fmt: skip

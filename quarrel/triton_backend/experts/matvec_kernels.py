@@ -82,7 +82,7 @@ def up_of_experts(
                 if tl.program_id(1) == 0:
                     choose_left(left, S, G, E)
                 return
-            mine = expert_at(left, tl.program_id(1), S, E)
+            mine = expert_at(left, tl.program_id(1), S)
         else:
             mine = tl.load(ids + tl.program_id(1))
         stacked = mine.to(tl.int64) * N
@@ -149,12 +149,12 @@ def _load_of_experts(
 
 @triton.jit
 def _first_of_experts(
-    FORMAT: tl.constexpr, w, left, first, N, S: tl.constexpr, E: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
+    FORMAT: tl.constexpr, w, left, first, N, S: tl.constexpr, K: tl.constexpr, R: tl.constexpr,
     W: tl.constexpr, D: tl.constexpr, TILES: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """The first tiles, of the experts that are found here."""
     n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
-    found = best_experts(left, S, E, (D + TILES - 1) // TILES)
+    found = best_experts(left, S, (D + TILES - 1) // TILES)
     tiles = ()
     for j in tl.static_range(D):
         w_j = _planes_from(FORMAT, w, found[j // TILES].to(tl.int64) * N, K)
@@ -179,7 +179,7 @@ def _sum_of_experts(
 @triton.jit
 def down_of_experts(
     out, x, ids, shares, left, w, bias, residual, alpha, N,
-    LEFT: tl.constexpr, S: tl.constexpr, E: tl.constexpr, X_STRIDE: tl.constexpr, K: tl.constexpr, USED: tl.constexpr,
+    LEFT: tl.constexpr, S: tl.constexpr, X_STRIDE: tl.constexpr, K: tl.constexpr, USED: tl.constexpr,
     FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, W: tl.constexpr, D: tl.constexpr,
     PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
@@ -194,7 +194,7 @@ def down_of_experts(
         tl.extra.cuda.gdc_launch_dependents()
     first = tl.program_id(0) * R
     if LEFT:
-        q = _first_of_experts(FORMAT, w, left, first, N, S, E, K, R, W, D, TILES, ASM)
+        q = _first_of_experts(FORMAT, w, left, first, N, S, K, R, W, D, TILES, ASM)
     else:
         q = _load_of_experts(FORMAT, w, ids, first, N, 0, K, R, W, D, TILES, ASM)
     if PDL:

@@ -39,7 +39,8 @@ _SMALLEST_SUM: tl.constexpr = tl.constexpr(SMALLEST_SUM)
 
 _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 _LEFT_AT_ONCE: tl.constexpr = tl.constexpr(128)
-"""Experts that a warp has with one load of 16 bytes in each lane."""
+"""Experts that a warp has with one load of 16 bytes in each lane: the largest of them takes one instruction, of fewer
+lanes it takes several."""
 _TAKEN: tl.constexpr = tl.constexpr(-0x80000000)
 _LAST: tl.constexpr = tl.constexpr(-3.4028234663852886e38)
 """The score of a NaN: the least float32."""
@@ -185,12 +186,11 @@ class Left(NamedTuple):
 
 
 @triton.jit
-def _left_scores(left, begin, S: tl.constexpr, COUNT: tl.constexpr):
-    """One token's experts begin.., [COUNT / 32, WARPS, 32], each warp's alike, so that no warp waits for another: their
+def _left_scores(left, begin, S: tl.constexpr):
+    """One token's experts begin.., [WARPS, _LEFT_AT_ONCE], each warp's alike, so that no warp waits for another: their
     numbers, and what `choose_left` chooses by, as integers; _TAKEN where there is no expert."""
     WARPS: tl.constexpr = 1 if _INTERPRETED else tl.extra.cuda.num_warps()
-    expert = begin + tl.arange(0, COUNT // 32)[:, None, None] * 32 + tl.arange(0, 32)[None, None, :]
-    expert += tl.zeros([COUNT // 32, WARPS, 32], tl.int32)
+    expert = begin + tl.arange(0, _LEFT_AT_ONCE)[None, :] + tl.zeros([WARPS, _LEFT_AT_ONCE], tl.int32)
     there = expert < S.EXPERTS
     z = tl.load(left.logits + expert, mask=there, other=0.0)
     if S.BIAS:
@@ -205,22 +205,17 @@ def _left_scores(left, begin, S: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def _largest(x):
-    return tl.max(tl.max(x, 0), 1)[None, :, None]
-
-
-@triton.jit
 def _best_left(parts, high, S: tl.constexpr):
-    """The first expert of the highest score, [1, WARPS, 1], of one part or two. With a bias there is one (`may_leave`)."""
+    """The first expert of the highest score, [WARPS, 1], of one part or two. With a bias there is one (`may_leave`)."""
     BOTH: tl.constexpr = len(high) == 2
-    top = _largest(tl.maximum(high[0], high[1]) if BOTH else high[0])
+    top = tl.max(tl.maximum(high[0], high[1]) if BOTH else high[0], 1)[:, None]
     found = high[0] == top
     if S.BIAS:
-        found = found & (parts[0][2] == _largest(tl.where(found, parts[0][2], _TAKEN)))
+        found = found & (parts[0][2] == tl.max(tl.where(found, parts[0][2], _TAKEN), 1)[:, None])
     best = tl.where(found, parts[0][0], 1 << 30)
     if BOTH:
         best = tl.minimum(best, tl.where(high[1] == top, parts[1][0], 1 << 30))
-    return tl.min(tl.min(best, 0), 1)[None, :, None]
+    return tl.min(best, 1)[:, None]
 
 
 @triton.jit
@@ -234,20 +229,20 @@ def _take(parts, high, expert):
 
 
 @triton.jit
-def _left_parts(left, S: tl.constexpr, E: tl.constexpr):
-    """`_left_scores` of all, as many in a part as the lanes of a warp load at once; and the scores of each part."""
-    if E > _LEFT_AT_ONCE:
-        first, second = _left_scores(left, 0, S, E // 2), _left_scores(left, E // 2, S, E // 2)
+def _left_parts(left, S: tl.constexpr):
+    """`_left_scores` of all, and the scores of each part."""
+    first = _left_scores(left, 0, S)
+    if S.EXPERTS > _LEFT_AT_ONCE:
+        second = _left_scores(left, _LEFT_AT_ONCE, S)
         return (first, second), (first[1], second[1])
     else:
-        first = _left_scores(left, 0, S, max(32, E))
         return (first,), (first[1],)
 
 
 @triton.jit
-def best_experts(left, S: tl.constexpr, E: tl.constexpr, COUNT: tl.constexpr):
+def best_experts(left, S: tl.constexpr, COUNT: tl.constexpr):
     """The ids of the first COUNT experts, in the order of `choose_left`."""
-    parts, high = _left_parts(left, S, E)
+    parts, high = _left_parts(left, S)
     found = ()
     for _ in tl.static_range(COUNT):
         best = _best_left(parts, high, S)
@@ -257,9 +252,9 @@ def best_experts(left, S: tl.constexpr, E: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def expert_at(left, place, S: tl.constexpr, E: tl.constexpr):
+def expert_at(left, place, S: tl.constexpr):
     """The id of the expert at this place of `best_experts`."""
-    parts, high = _left_parts(left, S, E)
+    parts, high = _left_parts(left, S)
     for _ in range(place):
         high = _take(parts, high, _best_left(parts, high, S))
     return tl.max(_best_left(parts, high, S), None)
