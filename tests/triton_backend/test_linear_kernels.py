@@ -233,7 +233,7 @@ def test_maps_that_no_launch_computes_together_go_three_at_a_time_and_one_by_one
         norm=lambda batch: normed.append(0), arrange=arrange,
     )  # fmt: skip
     by_rows = ByRows(site, four)
-    assert by_rows.describe().startswith("exact tiles 1, separate launches 2 to 128,")
+    assert by_rows.describe().startswith("exact tiles 1, separate launches 2 to 128, dequantize, then the library's")
     by_rows(batch(8))
     assert [name for name, *_ in site.launched] == ["rows_three", "rows_one"]
     assert normed == [8, 8]  # each puts the norm where it reads it

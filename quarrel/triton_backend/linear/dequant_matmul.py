@@ -15,8 +15,7 @@ import triton.language as tl
 from quarrel.triton_backend.formats import e4m3
 from quarrel.triton_backend.formats.float16 import decode_tile, high_offset, is_fast, low_columns
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
-from quarrel.triton_backend.linear.matmul import MOST, TL_TYPES
-from quarrel.triton_backend.linear.matmul import declines as matmul_declines
+from quarrel.triton_backend.linear.matmul import MOST, TL_TYPES, declines_weights
 from quarrel.triton_backend.linear.tiles import activation, chain, targets
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
 from quarrel.triton_backend.runtime.launch import cdiv
@@ -83,18 +82,18 @@ def room(site: Site, weights: Sequence[Packed]) -> Slot:
 
 
 def declines(site: Site, maps: Maps) -> str | None:
-    """Takes what `matmul.py` takes and weights that need no decoding, where a row's bits may depend on how many rows there
-    are."""
+    """Takes weights that `matmul.py` takes, however many maps there are, and those that need no decoding, where a row's
+    bits may depend on how many rows there are."""
     if site.deterministic:
         return "a step is deterministic"
-    return None if _as_they_lie(site, maps) else matmul_declines(site, maps)
+    return None if _as_they_lie(site, maps) else declines_weights(site, maps.weights)
 
 
 def build(site: Site, maps: Maps) -> Serves:
     """One map after the other, for more rows than `matmul.py` reads each weight once for, if it takes them."""
     ys = targets(site, maps)
     products = _products(site, maps, ys, room(site, maps.weights))
-    least = 2 if matmul_declines(site, maps) else MOST + 1
+    least = 2 if declines_weights(site, maps.weights) else MOST + 1
     return Serves(chain([products, *activation(site, maps, ys)]), least, UNLIMITED)
 
 
