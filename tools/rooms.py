@@ -80,7 +80,7 @@ ROOMS: Mapping[str, Room] = {
     "llm": Room(
         "a loaded model: the glue", "a framework",
         ("errors", "env", "gguf", "convert", "tokenizer", "models", "ops", "vision", "engine", "parallel", "demo",
-         "child.phase", "flight.handover"),
+         "child.phase", "flight.handover", "flight.segments"),
         ("numpy", "tqdm", "llguidance"),
     ),
     "toolbox": Room("tools of MCP servers", "a model", ("errors",), ("mcp",)),

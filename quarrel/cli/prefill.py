@@ -28,12 +28,14 @@ def run(args: argparse.Namespace) -> int:
         )
     options = load_options(args, max_seqs=args.parallel)
     from quarrel.flight.handover import Giver
+    from quarrel.flight.segments import Borrower
     from quarrel.llm import load_with
     from quarrel.llm.prompt_reader import read_prompt
 
     with load_with(model_of(args), options) as llm:
         llm.prefixes.check()
-        giver = Giver(args.host, args.port, partial(read_prompt, llm), key)
+        borrower = Borrower(llm.prefixes.pin, llm.prefixes.room())
+        giver = Giver(args.host, args.port, partial(read_prompt, llm, borrower=borrower), key)
         try:
             address = f"grpc://{args.host}:{giver.port}"
             if args.json:
@@ -42,10 +44,12 @@ def run(args: argparse.Namespace) -> int:
                 line(f"prompts are read at {address}")
             while True:
                 time.sleep(POLL)  # a wait without an end would notice no signal on some systems
+                borrower.tidy()
         except KeyboardInterrupt:
             return 0
         finally:
             giver.end(GRACE)
+            borrower.close()
 
 
 def _is_loopback(host: str) -> bool:

@@ -39,7 +39,7 @@ from quarrel.ops.step import (
     results_of,
     with_ids,
 )
-from quarrel.ops.transfer import CacheForm
+from quarrel.ops.transfer import CacheForm, nothing
 from quarrel.ops.weights import Loading, weights_of
 
 
@@ -287,13 +287,25 @@ class CpuStep:
         states = tuple(s.shape[1:] for s in compiled.states)
         return CacheForm(kind, self.limits.block_size, layers, states, self.limits.window_groups)
 
-    def read_blocks(self, blocks: Sequence[int]) -> list[Array]:
-        return [np.ascontiguousarray(x[list(blocks)]).view(np.uint8) for c in self._open().caches for x in (c.k, c.v)]
-
-    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array]) -> None:
+    def read_blocks(self, blocks: Sequence[int], into: Sequence[Array] = ()) -> list[Array]:
         own = (array for c in self._open().caches for array in (c.k, c.v))
-        for array, given in zip(own, arrays, strict=True):
+        found = (np.ascontiguousarray(array[list(blocks)]).view(np.uint8) for array in own)
+        if not into:
+            return list(found)
+        for given, made in zip(into, found, strict=True):
+            given[...] = made
+        return list(into)
+
+    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array], layer: int = 0) -> None:
+        own = [array for c in self._open().caches[layer:] for array in (c.k, c.v)]
+        for array, given in zip(own, arrays):
             array[list(blocks)] = np.ascontiguousarray(given).view(array.dtype)
+
+    def transferred(self) -> Callable[[], None]:
+        return nothing
+
+    def pin(self, memory: Array) -> Callable[[], None]:
+        return nothing
 
     def read_states(self, slots: Sequence[int]) -> list[Array]:
         return [state[list(slots)] for state in self._open().states]

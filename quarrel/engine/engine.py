@@ -12,7 +12,7 @@ import heapq
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -238,6 +238,11 @@ class Engine:
                 s.drawn += 1
                 s.row = row
             row += part.rows
+
+    def computes(self, blocks: Collection[int]) -> bool:
+        """Whether a sequence with one of these blocks is in the step in flight."""
+        flight = self._in_flight
+        return flight is not None and any(_may_share(part, set(blocks)) for part in flight.batch.parts)
 
     def finish(self) -> None:
         """Waits for the step in flight and handles its results."""
@@ -519,3 +524,9 @@ def _failure(error: Exception) -> QuarrelError:
     if _is_out_of_memory(error):
         return OutOfMemory(f"the smallest step found too little memory ({error!r}): free some, or load the model for less")
     return EngineFault(f"the step failed: {type(error).__name__}: {error}")
+
+
+def _may_share(part: Part, blocks: set[int]) -> bool:
+    """Whether its sequence has one of these, or had to give its own away."""
+    own = part.sequence.cache.blocks
+    return not own or not blocks.isdisjoint(own)

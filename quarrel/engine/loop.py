@@ -177,9 +177,9 @@ class Loop:
                     if self._closing:
                         break
                     jobs, self._jobs = self._jobs, deque()
-                for job in jobs:
+                while jobs:
                     self.phase.enter("stepping")
-                    job()
+                    jobs.popleft()()  # and is forgotten, with all that it has returned
                 self.outputs.send()  # ends that jobs brought about do not wait for the step
                 self.phase.enter("stepping")
                 busy = self.engine is not None and self.engine.advance()

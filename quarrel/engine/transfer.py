@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import replace
-from math import prod
 from typing import NoReturn
 
 from quarrel.engine.cache import Cache
@@ -14,8 +14,13 @@ from quarrel.engine.saved import Array, SavedPrefix
 from quarrel.errors import RequestError
 from quarrel.ops.transfer import CacheForm, Transfers
 
-PIECE = 16 << 20
-"""Bytes of keys and values that are put into a cache at once: requests in flight wait so long."""
+PIECE = 4 << 20
+"""Bytes of keys and values that are put into a cache at once."""
+HOLD, MOST = 1e-3, 32 << 20
+"""Behind so many seconds, or bytes, of such pieces the requests in flight go on: a host copies 5 to 10 GB a second, a GPU
+50 from memory that is pinned, by itself."""
+Place = Callable[[tuple[int, ...], CacheForm], "SavedPrefix | None"]
+"""Where a beginning of a text shall lie, if not in arrays of its own."""
 
 
 def form_of(engine: Engine) -> CacheForm:
@@ -24,24 +29,37 @@ def form_of(engine: Engine) -> CacheForm:
     return replace(_step(engine).form(), window=window)
 
 
-def take_out(engine: Engine, tokens: Tokens[int], salt: bytes) -> SavedPrefix:
-    """A copy of the longest beginning of a text that is in the cache. Raises RequestError where there is none."""
+def take_out(engine: Engine, tokens: Tokens[int], salt: bytes, place: Place | None = None) -> Callable[[], SavedPrefix]:
+    """A copy of the longest beginning of a text that is in the cache: what is returned waits for it, on any thread. Raises
+    RequestError where there is none."""
     step, form = _step(engine), form_of(engine)
-    engine.finish()  # what it computes may be wrong still
     found = engine.cache.known(list(tokens), salt)
+    if engine.computes(found.blocks):
+        engine.finish()  # what it computes may be wrong still
+        found = engine.cache.known(list(tokens), salt)
     if not found.known:
         raise RequestError("nothing of this text is in the cache any more: send it once more, then save it")
-    blocks = step.read_blocks(found.blocks)
-    rest = found.known % form.block_size
-    if rest:
-        for array in blocks:
-            array[-1, rest:] = 0  # of another text, it may be
+    text = tuple(tokens[: found.known])
+    own = SavedPrefix(text, form, ()) if place is None else place(text, form) or SavedPrefix(text, form, ())
+    blocks = step.read_blocks(found.blocks, own.blocks)
     beside = found.windows[len(found.windows) - form.window_blocks(found.known) :] if form.window_groups else ()
-    windows = step.read_blocks([b for row in beside for b in row]) if beside else []
-    for array in windows if rest else ():
-        array[-form.window_groups :, rest:] = 0
+    windows = step.read_blocks([b for row in beside for b in row], own.windows) if beside else []
     states = [] if found.state is None else step.read_states([found.state])
-    return SavedPrefix(tuple(tokens[: found.known]), form, tuple(blocks), tuple(windows), tuple(states))
+    for array, state in zip(own.states, states):
+        array[:] = state
+    saved = SavedPrefix(text, form, tuple(blocks), tuple(windows), own.states or tuple(states))
+    wait = step.transferred()
+
+    def taken() -> SavedPrefix:
+        wait()
+        if rest := found.known % form.block_size:
+            for array in blocks:
+                array[-1, rest:] = 0  # of another text, it may be
+            for array in windows:
+                array[-form.window_groups :, rest:] = 0
+        return saved
+
+    return taken
 
 
 def check(engine: Engine) -> CacheForm:
@@ -72,13 +90,14 @@ def _step(engine: Engine) -> Transfers:
 class Restore:
     """A saved prefix on its way into an engine's cache, for requests of this salt. `begin` gives it blocks, which belong to
     it from then on; they are written piece by piece, other steps between them, and are found by others when `enter` has
-    named them. It stays as long as any text that nobody uses. Who makes one calls `release` in the end, whatever happened.
+    named them. It stays as long as any text that nobody uses. Who makes one calls `release` in the end, whatever happened,
+    and then what that returns, on a thread of their own, before the saved arrays change.
     """
 
     def __init__(self, saved: SavedPrefix, salt: bytes) -> None:
         self._saved, self._salt, self._restarts = saved, salt, 0
         self._blocks, self._windows = list[int](), list[int]()
-        self._pieces: Iterator[tuple[list[int], list[Array]]] = iter(())
+        self._pieces: Iterator[tuple[list[int], list[Array], int]] = iter(())
 
     def begin(self, engine: Engine) -> None:
         """Raises RequestError where the prefix is of another shape, or there is no room for it."""
@@ -101,12 +120,16 @@ class Restore:
         self._pieces = self._cut(len(shared))
 
     def write(self, engine: Engine) -> bool:
-        """Writes the next piece; False where none is left."""
+        """Writes the next pieces; False where none is left."""
         self._check(engine)
-        blocks, arrays = next(self._pieces, ([], []))
-        if blocks:
-            _step(engine).write_blocks(blocks, arrays)
-        return bool(blocks)
+        end, left = time.perf_counter() + HOLD, MOST
+        while left > 0 and time.perf_counter() < end:
+            piece = next(self._pieces, None)
+            if piece is None:
+                return False
+            _step(engine).write_blocks(*piece)
+            left -= sum(array.nbytes for array in piece[1])
+        return True
 
     def enter(self, engine: Engine) -> int:
         """Writes recurrent states, and returns how many of its tokens are in the cache then."""
@@ -130,19 +153,28 @@ class Restore:
                 raise
         return cache.known(tokens, self._salt).known
 
-    def release(self, engine: Engine) -> None:
+    def release(self, engine: Engine) -> Callable[[], None]:
         blocks, self._blocks, self._windows = [*self._blocks, *self._windows], [], []
         engine.cache.prefixes.release(blocks)
+        return _step(engine).transferred()
 
-    def _cut(self, first: int) -> Iterator[tuple[list[int], list[Array]]]:
-        """Blocks and what is to be written there, piece by piece: from the first one on that was not there already, then
-        those of windows."""
+    def _cut(self, first: int) -> Iterator[tuple[list[int], list[Array], int]]:
+        """Blocks, what is to be written there, and of which layer, piece by piece: from the first block on that was not
+        there already, then those of windows. A piece is of as many layers as it has room for, or of some blocks of one."""
         saved = self._saved
-        each = sum(prod(shape) for shape in saved.form.block_shapes(1))
-        count = max(1, PIECE // max(1, each))
         for blocks, arrays in ((self._blocks[first:], [a[first:] for a in saved.blocks]), (self._windows, saved.windows)):
-            for at in range(0, len(blocks), count):
-                yield blocks[at : at + count], [a[at : at + count] for a in arrays]
+            layer, layers = 0, len(arrays) // 2
+            while blocks and layer < layers:
+                each = sum(a[:1].nbytes for a in arrays[2 * layer : 2 * layer + 2])
+                count = max(1, min(len(blocks), PIECE // max(1, each)))
+                end = layer + 1
+                if count == len(blocks):
+                    size = each * count
+                    while end < layers and (size := size + arrays[2 * end].nbytes + arrays[2 * end + 1].nbytes) <= PIECE:
+                        end += 1
+                for at in range(0, len(blocks), count):
+                    yield blocks[at : at + count], [a[at : at + count] for a in arrays[2 * layer : 2 * end]], layer
+                layer = end
 
     def _check(self, engine: Engine) -> None:
         if engine.stats.restarts != self._restarts:

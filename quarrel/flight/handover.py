@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 from pyarrow import flight
 
@@ -101,20 +102,26 @@ class Taken:
 
     def __init__(self, reader: flight.FlightStreamReader, connection: Connection) -> None:
         self._reader, self._connection = reader, connection
-        self._piece = memoryview(b"")
 
-    def read(self, size: int, /) -> bytes:
-        """So many bytes or fewer; none at the end."""
+    def readinto(self, memory: np.ndarray[Any, Any], /) -> int:
+        """All of it, by one copy that keeps no other thread waiting: how many bytes. Raises FlightDataError for more than
+        there is room for."""
+        at = 0
         with self._connection.sentences("a prompt"):
-            while not self._piece:
+            while True:
                 try:
                     batch = self._reader.read_chunk().data
                 except StopIteration:
-                    return b""
-                found = batch["piece"][0].as_buffer() if batch.num_rows else None
-                self._piece = memoryview(b"" if found is None else found)
-        made, self._piece = self._piece[:size], self._piece[size:]
-        return bytes(made)
+                    return at
+                for piece in (found.as_buffer() for found in batch["piece"]):
+                    if piece is None or not piece.size:
+                        continue
+                    if at + piece.size > len(memory):
+                        raise FlightDataError(
+                            f"{self._connection.address} sent more than a prompt has: is it quarrel prefill?"
+                        )
+                    np.copyto(memory[at : at + piece.size], np.frombuffer(piece, np.uint8))
+                    at += piece.size
 
     def close(self) -> None:
         """Ends it, also where more would come."""

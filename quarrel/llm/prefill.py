@@ -1,6 +1,7 @@
 """Prefill and decode apart: long prompts are read by another process (`prompt_reader.py`), whose cache blocks come here.
 
-A question is JSON: `tokens`, `salt`, `adapter`. The answer is the saved text (`engine/saved.py`) without a check sum.
+A question is JSON: `tokens`, `salt`, `adapter`, and `memory`, into which a process of this host puts the answer
+(`flight/segments.py`). It is the saved text (`engine/saved.py`) without a check sum; nothing is sent where it lies there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import logging
 import threading
 import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from quarrel.engine import Request
@@ -23,7 +25,7 @@ LEAST = 256
 SECONDS = 120.0
 """For which a prompt is waited for."""
 READING = 4
-"""Prompts that each process reads for this one at once: what has come of them waits in this one's memory."""
+"""Prompts that each process reads for this one at once: each has memory of its own here."""
 PAUSE = 5.0
 """For which a process is left alone that did not answer."""
 log = logging.getLogger("quarrel")
@@ -35,6 +37,7 @@ class Prefillers:
 
     def __init__(self, addresses: str, prefixes: Prefixes, adapters: tuple[str, ...]) -> None:
         from quarrel.flight.handover import Taker  # only here: most models have none
+        from quarrel.flight.segments import Lender
 
         key = read_environment().prefill_key
         self._takers = [Taker(address.strip(), SECONDS, key) for address in addresses.split(",")]
@@ -42,6 +45,7 @@ class Prefillers:
         self._lock, self._places = threading.Lock(), threading.Semaphore(READING * len(self._takers))
         self._reading, self._back, self._gone = [0] * len(self._takers), [0.0] * len(self._takers), set[int]()
         prefixes.check()
+        self._lender, self._putting = Lender(prefixes.pin), threading.Lock()  # one by one, or the engine waits for several
 
     def fetch(self, request: Request) -> int:
         """Has a request's prompt read elsewhere, if it is long and not known here: how many of its tokens are known then.
@@ -64,14 +68,14 @@ class Prefillers:
     def close(self) -> None:
         for taker in self._takers:
             taker.close()
+        self._lender.close()
 
     def _fetched(self, tokens: list[int], place: dict[str, Any]) -> int:
-        question = json.dumps({"tokens": tokens, **place}).encode()
         tried: set[int] = set()
         while (which := self._next(tried)) is not None:
             tried.add(which)
             try:
-                found = self._take(which, question, place)
+                found = self._take(which, tokens, place)
             except QuarrelError as error:
                 self._failed(which, error)
                 continue
@@ -83,12 +87,17 @@ class Prefillers:
             return found
         return 0
 
-    def _take(self, which: int, question: bytes, place: dict[str, Any]) -> int:
-        taken = self._takers[which].take(question)
-        try:
-            return len(self._prefixes.put(taken, check=False, **place))
-        finally:
-            taken.close()
+    def _take(self, which: int, tokens: list[int], place: dict[str, Any]) -> int:
+        with self._lender.lend(self._prefixes.room(len(tokens))) as lent:
+            lent.array[:64] = 0  # so that what lay there is no saved text any more
+            question = {"tokens": tokens, **place, "memory": lent.name and asdict(lent.name)}
+            taken = self._takers[which].take(json.dumps(question).encode())
+            try:
+                size = taken.readinto(lent.array)
+            finally:
+                taken.close()
+            with self._putting:
+                return len(self._prefixes.put(lent.array[: size or None], check=False, **place))
 
     def _next(self, tried: set[int]) -> int | None:
         now = time.monotonic()

@@ -6,18 +6,21 @@ import os
 import secrets
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
 from quarrel.engine import Service, transfer
 from quarrel.engine.engine import Engine
 from quarrel.engine.generation import salt_of
-from quarrel.engine.saved import Identity, Reads, SavedPrefix
+from quarrel.engine.saved import Array, Identity, Reads, SavedPrefix
+from quarrel.engine.saved import room as saved_room
 from quarrel.errors import RequestError
 from quarrel.gguf.digest import Digests
 from quarrel.llm.adapters import adapter_index
 from quarrel.llm.loaded import Loaded
 from quarrel.llm.open import find
+from quarrel.ops.transfer import CacheForm, Transfers, nothing
 
 T = TypeVar("T")
 
@@ -66,17 +69,23 @@ class Prefixes:
         except OSError as error:
             raise RequestError(f"{file.name} cannot be read: {error.strerror or error}") from error
 
-    def take(self, tokens: Sequence[int], *, salt: str = "", adapter: str | None = None) -> tuple[SavedPrefix, Identity]:
-        """As `save`, without a file: a copy, and whose it is."""
+    def take(
+        self, tokens: Sequence[int], *, salt: str = "", adapter: str | None = None, memory: Array | None = None
+    ) -> tuple[SavedPrefix, Identity]:
+        """As `save`, without a file: a copy, and whose it is. It lies in this memory, as `put` reads it, if it can."""
         index, own = self._place(salt, adapter)
         identity = self.identity(index)
-        return self._run(lambda engine: transfer.take_out(engine, tokens, own)), identity
 
-    def put(self, file: Reads, *, salt: str = "", adapter: str | None = None, check: bool = True) -> list[int]:
-        """As `restore`, of a file or stream that is open. check: whether it has a check sum."""
+        def place(text: tuple[int, ...], form: CacheForm) -> SavedPrefix | None:
+            return None if memory is None else SavedPrefix.within(memory, text, form, identity)
+
+        return self._run(lambda engine: transfer.take_out(engine, tokens, own, place))(), identity
+
+    def put(self, file: Reads | Array, *, salt: str = "", adapter: str | None = None, check: bool = True) -> list[int]:
+        """As `restore`, of a file that is open or memory. check: whether it has a check sum."""
         index, own = self._place(salt, adapter)
-        form, n_vocab = self._run(transfer.form_of), self._parts.tokenizer.n_vocab
-        saved = SavedPrefix.read(file, self.identity(index), form, self._parts.explanation.n_ctx, check=check)
+        n_vocab = self._parts.tokenizer.n_vocab
+        saved = SavedPrefix.read(file, self.identity(index), self._form, self._parts.explanation.n_ctx, check=check)
         if not all(0 <= token < n_vocab for token in saved.tokens):
             raise RequestError(f"the saved prompt has tokens outside 0 to {n_vocab - 1}: save it again")
         restore = transfer.Restore(saved, own)
@@ -86,7 +95,19 @@ class Prefixes:
                 pass
             return list(saved.tokens[: self._run(restore.enter)])
         finally:
-            self._run(restore.release)
+            self._run(restore.release)()
+
+    def room(self, tokens: int | None = None) -> int:
+        """Bytes of memory that `take` and `put` want for so many tokens, or for the longest text."""
+        identity = self.identity(0)
+        identity = {**identity, "adapter": identity["model"]}  # as long as any
+        return saved_room(self._parts.explanation.n_ctx if tokens is None else tokens, self._form, identity)
+
+    def pin(self, memory: Array) -> Callable[[], None]:
+        """Has the model's device copy from this memory and to it by itself, if it can, until what is returned is called."""
+        engine = self._parts.loop.engine
+        assert engine is not None
+        return engine.step.pin(memory) if isinstance(engine.step, Transfers) else nothing
 
     def known(self, tokens: Sequence[int], *, salt: str = "", adapter: str | None = None) -> int:
         """How many of a text's first tokens are in the cache."""
@@ -97,6 +118,10 @@ class Prefixes:
         """Forgets what the cache has of a text behind its first `shared` tokens, and of all texts that go on from there."""
         _, own = self._place(salt, adapter)
         self._run(lambda engine: transfer.forget(engine.cache, list(tokens), own, shared))
+
+    @cached_property
+    def _form(self) -> CacheForm:
+        return self._run(transfer.form_of)
 
     def _place(self, salt: str, adapter: str | None) -> tuple[int, bytes]:
         index = adapter_index(self._parts.adapters, adapter)

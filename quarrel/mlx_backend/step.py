@@ -37,7 +37,7 @@ from quarrel.ops.step import (
     outputs_of,
     results_of,
 )
-from quarrel.ops.transfer import CacheForm
+from quarrel.ops.transfer import CacheForm, nothing
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _ENTRIES = ("list_ids", "list_counts", "list_biases")
@@ -132,14 +132,25 @@ class MlxStep:
         """See `ops.transfer.Transfers`, as of those below."""
         return transfer.form_of(self._caches(), _states(self._resident), self.limits)
 
-    def read_blocks(self, blocks: Sequence[int]) -> list[Array]:
+    def read_blocks(self, blocks: Sequence[int], into: Sequence[Array] = ()) -> list[Array]:
         mx.eval(self._after)
-        return [a for c in self._caches() for a in transfer.read_blocks(c, blocks, self.limits.block_size)]
+        found = (a for c in self._caches() for a in transfer.read_blocks(c, blocks, self.limits.block_size))
+        if not into:
+            return list(found)
+        for given, made in zip(into, found, strict=True):
+            given[...] = made
+        return list(into)
 
-    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array]) -> None:
+    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array], layer: int = 0) -> None:
         mx.eval(self._after)
-        for i, cache in enumerate(self._caches()):
-            transfer.write_blocks(cache, blocks, arrays[2 * i], arrays[2 * i + 1])
+        for cache, k, v in zip(self._caches()[layer:], arrays[::2], arrays[1::2]):
+            transfer.write_blocks(cache, blocks, k, v)
+
+    def transferred(self) -> Callable[[], None]:
+        return nothing
+
+    def pin(self, memory: Array) -> Callable[[], None]:
+        return nothing
 
     def read_states(self, slots: Sequence[int]) -> list[Array]:
         return [np.array(state[mx.array(list(slots))]) for state in _states(self._resident)]

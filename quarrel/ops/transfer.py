@@ -8,7 +8,7 @@ A head's bytes are its values, or its codes with their float32 scale behind them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -49,18 +49,29 @@ class CacheForm:
 
 @runtime_checkable
 class Transfers(Protocol):
-    """A step whose cache the host can read and write, behind the launches so far. Reading waits for them."""
+    """A step whose cache the host can read and write, behind the launches so far and before those that come."""
 
     def form(self) -> CacheForm: ...
 
-    def read_blocks(self, blocks: Sequence[int]) -> list[Array]:
-        """Copies, as the module says."""
+    def read_blocks(self, blocks: Sequence[int], into: Sequence[Array] = ()) -> list[Array]:
+        """Copies, as the module says, in these arrays or new ones; they are there when they have been `transferred`."""
 
-    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array]) -> None:
-        """Puts what `read_blocks` gave, there or elsewhere, into these."""
+    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array], layer: int = 0) -> None:
+        """Puts what `read_blocks` gave, there or elsewhere, into these: of this layer, and as many behind it as there are
+        arrays for. Those stay as they are until they have been `transferred`."""
+
+    def transferred(self) -> Callable[[], None]:
+        """What waits, on any thread, for all that was read and written so far."""
+
+    def pin(self, memory: Array) -> Callable[[], None]:
+        """Has a device copy from this memory and to it by itself, if it can; what is returned ends that. On any thread."""
 
     def read_states(self, slots: Sequence[int]) -> list[Array]:
-        """Copies, as the module says."""
+        """Copies, as the module says; waits for the launches."""
 
     def write_states(self, slots: Sequence[int], arrays: Sequence[Array]) -> None:
         """Puts what `read_states` gave into these slots."""
+
+
+def nothing() -> None:
+    """What a step without a device of its own returns of `transferred` and `pin`."""

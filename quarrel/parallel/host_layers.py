@@ -99,14 +99,23 @@ class HostLayersStep:
             states=first.states + rest.states,
         )
 
-    def read_blocks(self, blocks: Sequence[int]) -> list[Array]:
-        return [array for step in self._both for array in step.read_blocks(blocks)]
-
-    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array]) -> None:
+    def read_blocks(self, blocks: Sequence[int], into: Sequence[Array] = ()) -> list[Array]:
         first, rest = self._both
         own = 2 * len(first.form().layers)
-        first.write_blocks(blocks, arrays[:own])
-        rest.write_blocks(blocks, arrays[own:])
+        return [*first.read_blocks(blocks, into[:own]), *rest.read_blocks(blocks, into[own:])]
+
+    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array], layer: int = 0) -> None:
+        first, rest = self._both
+        layers = len(first.form().layers)
+        own = 2 * max(0, layers - layer)
+        first.write_blocks(blocks, arrays[:own], layer)
+        rest.write_blocks(blocks, arrays[own:], max(0, layer - layers))
+
+    def transferred(self) -> Callable[[], None]:
+        return self._both[1].transferred()  # the host's are there at once
+
+    def pin(self, memory: Array) -> Callable[[], None]:
+        return self._both[1].pin(memory)
 
     def read_states(self, slots: Sequence[int]) -> list[Array]:
         return [array for step in self._both for array in step.read_states(slots)]

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import groupby
 from math import prod
 from threading import Lock
@@ -45,6 +45,7 @@ from quarrel.triton_backend.ahead import Ahead
 from quarrel.triton_backend.attention import ring
 from quarrel.triton_backend.attention.cudnn import prompts_of, refusal
 from quarrel.triton_backend.experts.host import Outside, pools_of
+from quarrel.triton_backend.formats.pack import Uploader
 from quarrel.triton_backend.formats.weights import stored_as
 from quarrel.triton_backend.inputs import ENCODER, PROMPTS, InputBuffer, batch_of, item_bucket, item_starts, padded_prompts
 from quarrel.triton_backend.plan import Plan
@@ -246,11 +247,30 @@ class TritonStep:
         """See `ops.transfer.Transfers`, as of those below."""
         return transfer.form_of(self._plan.caches, self._plan.states, self.limits)
 
-    def read_blocks(self, blocks: Sequence[int]) -> list[np.ndarray]:
-        return transfer.read_blocks(self._plan.caches, blocks)
+    def read_blocks(self, blocks: Sequence[int], into: Sequence[np.ndarray] = ()) -> list[np.ndarray]:
+        return transfer.read_blocks(self._plan.caches, blocks, into)
 
-    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[np.ndarray]) -> None:
-        transfer.write_blocks(self._plan.caches, blocks, arrays)
+    def write_blocks(self, blocks: Sequence[int], arrays: Sequence[np.ndarray], layer: int = 0) -> None:
+        caches = self._plan.caches[layer : layer + len(arrays) // 2]
+        transfer.write_blocks(caches, blocks, arrays, lambda array: self._upload(array))
+
+    def transferred(self) -> Callable[[], None]:
+        return transfer.transferred(self._plan.device)
+
+    def pin(self, memory: np.ndarray) -> Callable[[], None]:
+        with _CAPTURING:
+            unpin = transfer.pin(memory, self._plan.device)
+
+        def end() -> None:
+            with _CAPTURING:
+                unpin()
+
+        return end
+
+    @cached_property
+    def _upload(self) -> Uploader:
+        """Through which blocks come that are in memory which is not pinned."""
+        return Uploader(self._plan.device)
 
     def read_states(self, slots: Sequence[int]) -> list[np.ndarray]:
         return [state[list(slots)].cpu().numpy() for state in self._plan.states]
@@ -293,7 +313,7 @@ class TritonStep:
         self._outputs.clear()
         if "_plan" in self.__dict__:
             self._plan.drop()
-        for name in ("_plan", "_inputs", "_choices", "_results", "_float_results"):
+        for name in ("_plan", "_inputs", "_choices", "_results", "_float_results", "_upload"):
             self.__dict__.pop(name, None)
         if torch.cuda.is_available():
             with _CAPTURING:

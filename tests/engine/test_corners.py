@@ -188,3 +188,21 @@ def test_a_long_load_leaves_no_more_than_a_short_one(seed: int) -> None:
         return held(engine)
 
     assert after(2000) <= after(300) + 100
+
+
+def test_what_a_step_in_flight_may_be_writing_is_told_from_the_rest() -> None:
+    engine = Engine(lambda: HistoryStep(limits(), late=True), VOCABULARY, CacheRules())
+    generation = Generation(request(PROMPT, replace(LONG, max_tokens=3)), 0, lambda chunk: None, stream=False)
+    engine.add(generation)
+    assert not engine.computes([0])
+    engine.advance()
+    own = list(generation.cache.blocks)
+    others = sorted({*range(engine.cache.pool.n_blocks)} - {*own})
+    assert engine.computes(own[:1])
+    assert engine.computes([*others, own[-1]])
+    assert not engine.computes(others)
+    engine.cancel(generation)  # whose blocks are anybody's now, and a step with them in flight
+    assert engine.computes(others)
+    engine.finish()
+    assert not engine.computes(own)
+    engine.close()

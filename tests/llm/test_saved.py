@@ -126,6 +126,7 @@ def test_a_text_comes_in_pieces_between_other_steps(tiny: Path, saved: Path, mon
         return write(restore, engine)
 
     monkeypatch.setattr(transfer, "PIECE", 1)
+    monkeypatch.setattr(transfer, "MOST", 1)
     monkeypatch.setattr(transfer.Restore, "write", watched)
     monkeypatch.setattr(Engine, "advance", step_when_asked)
     with quarrel.load(tiny, **OPTIONS) as llm:
@@ -135,7 +136,8 @@ def test_a_text_comes_in_pieces_between_other_steps(tiny: Path, saved: Path, mon
                     tokens, _ = llm.prefixes.restore(saved)
                 finally:
                     restored.set()
-        assert len(steps) == 4 + 1  # a block of 32 tokens each, and once more
+        layers = len(llm.prefixes._form.layers)
+        assert len(steps) == 4 * layers + 1  # a layer's block of 32 tokens each, and once more
         assert len(set(steps)) > 2
         assert llm.prefixes.known(tokens) == len(tokens) == 109
 
@@ -152,15 +154,15 @@ def test_blocks_of_windows_come_in_pieces_too(name: str, tmp_path: Path, monkeyp
         step: Any = engine.step
         form, at_once, write = transfer.form_of(engine), list[int](), step.write_blocks
 
-        def watched(blocks: list[int], arrays: list[Any]) -> None:
+        def watched(blocks: list[int], arrays: list[Any], layer: int) -> None:
             at_once.append(len(blocks))
-            write(blocks, arrays)
+            write(blocks, arrays, layer)
 
         monkeypatch.setattr(step, "write_blocks", watched)
         llm.prefixes.restore(tmp_path / "text")
     beside = form.window_groups * form.window_blocks(len(TEXT))
     assert beside
-    assert at_once == [1] * (form.blocks(len(TEXT)) + beside)
+    assert at_once == [1] * len(form.layers) * (form.blocks(len(TEXT)) + beside)
 
 
 @pytest.mark.parametrize("at", ["begin", "write", "enter", "release"])

@@ -97,6 +97,31 @@ def test_tokens_of_the_launch_before_reach_the_host_and_rows_come_in_micro_batch
         assert starts == [64, 64, 3, 3]
 
 
+def test_the_cache_of_both_stages_is_read_and_written_whole_or_by_layers() -> None:
+    limits = Limits(max_tokens=64, max_seqs=1, max_blocks_per_seq=4, n_blocks=8, block_size=16)
+    backend = CpuBackend(threads=1)
+    with GGUFFile.open(DEMO) as file:
+        tensors = Tensors(file)
+        program = assemble(read_spec(file), tensors)
+        step = compile_stages(two_stages(program, 3), backend, backend, tensors, limits, "float32")
+    shapes, rng = step.form().block_shapes(2), np.random.default_rng(2)
+    given = [rng.integers(0, 256, shape, np.uint8) for shape in shapes]
+    step.write_blocks([5, 2], given)
+    for layer in range(len(given) // 2):
+        step.write_blocks([1, 7], given[2 * layer : 2 * layer + 2], layer)
+    step.write_blocks([0, 3], given[4:8], 2)  # of either stage
+    into = [np.empty(shape, np.uint8) for shape in shapes]
+    for blocks in ([5, 2], [1, 7]):
+        found = step.read_blocks(blocks, into)
+        step.transferred()()
+        assert all(a is b for a, b in zip(found, into, strict=True))
+        assert all(np.array_equal(a, b) for a, b in zip(given, into, strict=True))
+    some = step.read_blocks([0, 3])
+    assert [np.array_equal(a, b) for a, b in zip(given, some, strict=True)] == [4 <= i < 8 for i in range(len(given))]
+    step.pin(into[0])()
+    step.close()
+
+
 def test_requests_get_the_same_tokens_with_any_number_of_layers_on_the_host() -> None:
     options: dict[str, Any] = {"backend": "cpu", "n_ctx": 512, "max_seqs": 2, "threads": 1}
     prompts = ["Once upon a time", "The king", [5] * 300]
