@@ -123,13 +123,12 @@ class Restore:
         """Writes the next pieces; False where none is left."""
         self._check(engine)
         end, left = time.perf_counter() + HOLD, MOST
-        while left > 0 and time.perf_counter() < end:
-            piece = next(self._pieces, None)
-            if piece is None:
-                return False
-            _step(engine).write_blocks(*piece)
-            left -= sum(array.nbytes for array in piece[1])
-        return True
+        for blocks, arrays, layer in self._pieces:
+            _step(engine).write_blocks(blocks, arrays, layer)
+            left -= sum(array.nbytes for array in arrays)
+            if left <= 0 or time.perf_counter() >= end:
+                return True
+        return False
 
     def enter(self, engine: Engine) -> int:
         """Writes recurrent states, and returns how many of its tokens are in the cache then."""

@@ -108,6 +108,20 @@ def test_two_processes_say_what_one_does(tiny: Path, wanted: list[tuple[int, ...
 
 
 @linux
+def test_a_process_that_reads_lets_go_of_memory_whose_owner_is_gone(tiny: Path) -> None:
+    with process(tiny) as (reader, address):
+        maps = Path(f"/proc/{reader.pid}/maps")
+        with quarrel.load(tiny, **OPTIONS, prefill=address) as llm:
+            assert llm.generate(TEXTS[0], **GREEDY).usage.cached_tokens == len(TEXTS[0]) - 1
+            assert "/memfd:quarrel-" in maps.read_text()
+        end = time.monotonic() + PATIENCE
+        while "/memfd:quarrel-" in maps.read_text() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert "/memfd:quarrel-" not in maps.read_text()
+    assert mapped() == 0
+
+
+@linux
 @pytest.mark.parametrize("shared", [False, True])
 def test_memory_and_network_carry_the_same(
     tiny: Path, wanted: list[tuple[int, ...]], borrower: Borrower, monkeypatch: pytest.MonkeyPatch, shared: bool
@@ -258,6 +272,7 @@ def test_no_request_is_lost_when_a_process_that_reads_for_it_is_killed(
         lines = [r.getMessage() for r in caplog.records if "a prompt is not read elsewhere" in r.getMessage()]
         assert len(lines) == 1
         assert llm._prefillers._reading == [0]
+        assert sys.platform != "linux" or mapped() == 0  # what they might have written to still
 
 
 def test_more_prompts_than_are_read_at_once_wait_for_their_turn(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,10 @@ def test_what_lies_behind_a_text_in_its_last_block_is_not_saved(tiny: Path, tmp_
     assert (tmp_path / "part").read_bytes() == (tmp_path / "whole").read_bytes()
 
 
-def test_a_text_comes_in_pieces_between_other_steps(tiny: Path, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("bound", "least"), [("MOST", 1), ("HOLD", 0.0)])
+def test_a_text_comes_in_pieces_between_other_steps(
+    tiny: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, bound: str, least: float
+) -> None:
     """The engine waits for the caller: it makes one step for each thing that the restoring asks of it."""
     steps: list[int] = []
     write, advance, restored = transfer.Restore.write, Engine.advance, threading.Event()
@@ -126,7 +129,7 @@ def test_a_text_comes_in_pieces_between_other_steps(tiny: Path, saved: Path, mon
         return write(restore, engine)
 
     monkeypatch.setattr(transfer, "PIECE", 1)
-    monkeypatch.setattr(transfer, "MOST", 1)
+    monkeypatch.setattr(transfer, bound, least)
     monkeypatch.setattr(transfer.Restore, "write", watched)
     monkeypatch.setattr(Engine, "advance", step_when_asked)
     with quarrel.load(tiny, **OPTIONS) as llm:
