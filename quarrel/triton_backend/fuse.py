@@ -42,6 +42,7 @@ from quarrel.triton_backend.elementwise.head_norms import HeadNorms
 from quarrel.triton_backend.elementwise.norm_add import NormAdd
 from quarrel.triton_backend.experts import joined, route
 from quarrel.triton_backend.experts import matvec as expert_matvec
+from quarrel.triton_backend.experts.choose import Chooses
 from quarrel.triton_backend.experts.experts import ExpertLaunch
 from quarrel.triton_backend.experts.joined import Joined
 from quarrel.triton_backend.experts.shared import WithShared, build_down, build_up
@@ -318,7 +319,7 @@ def _with_shared(
     linear = None if router is None else source(choice, 0)
     leaves = linear is not None and route.may_leave(nodes[choice].spec)
 
-    def chooses(site: Site) -> route.Chooses | None:
+    def chooses(site: Site) -> Chooses | None:
         return route.left_to_experts(site, nodes[linear], nodes[choice]) if leaves else None  # type: ignore[index]
 
     parts: dict[int, Build | None] = dict.fromkeys((up, down, *own, rated, last))

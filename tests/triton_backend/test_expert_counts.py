@@ -13,7 +13,7 @@ from quarrel.gguf import GGMLType
 from quarrel.ops.contract import RawWeight
 from quarrel.ops.moe import ROUTE, RouteSpec
 from quarrel.triton_backend.backend import TritonBackend
-from quarrel.triton_backend.experts import route
+from quarrel.triton_backend.experts import choose, route
 from quarrel.triton_backend.formats.int8x2 import int8x2_rows, words
 from quarrel.triton_backend.runtime.launch import INTERPRETED, launch
 from tests.expert_counts import check_counts
@@ -31,9 +31,9 @@ def test_rows_that_pad_a_batch_are_not_counted() -> None:
     ids, counts = (torch.zeros(8 if d is torch.int32 else 5, dtype=d, device=device) for d in (torch.int32, torch.int64))
     weights, real_tokens = torch.zeros(8, device=device), torch.tensor([3], dtype=torch.int32, device=device)
     logits = torch.arange(20, dtype=torch.float32, device=device).remainder(7)
-    shape = route.Shape(5, 2, "softmax", True, False, 1, 1, False)
+    shape = choose.Shape(5, 2, "softmax", True, False, 1, 1, False)
     launch(
-        route.route_rows, (1,), choice=route.Choice(ids, weights, counts), real_tokens=real_tokens, logits=logits,
+        route.route_rows, (1,), choice=choose.Choice(ids, weights, counts), real_tokens=real_tokens, logits=logits,
         PDL=False, bias=logits, gains=logits, tokens=4, scale=1.0, S=shape, PADDED=True, G=1, E=8, R=4,
     )  # fmt: skip
     assert int(counts.sum()) == 6
@@ -76,7 +76,7 @@ def test_one_row_chooses_in_the_launch_that_makes_its_logits(
     scaled = x * gain / np.sqrt((x.astype(np.float64) ** 2).mean() + 0.25)
     to, plain = torch.zeros(words(columns), dtype=torch.int32, device=device), torch.zeros(columns, device=device)
     launch(
-        route.route_one, (spec.n_experts + normed + rated,), choice=route.Choice(ids, weights, counts), logits=logits,
+        route.route_one, (spec.n_experts + normed + rated,), choice=choose.Choice(ids, weights, counts), logits=logits,
         arrived=arrived, gate_bias=logits, gains=logits, scale=spec.scale, K=columns, GATE_BIAS=False, W=64, PDL=False,
         warps=1,
         normed=route.Normed(to, plain, torch.from_numpy(gain).to(device), 0.25), ROUNDS=True, NORM=normed,
@@ -100,12 +100,12 @@ def test_one_row_chooses_in_the_launch_that_makes_its_logits(
 
 
 def _chosen_by_logits(found, left, S: tl.constexpr, E: tl.constexpr, USED: tl.constexpr):
-    ids = route.best_experts(left, S, USED)
+    ids = choose.best_experts(left, S, USED)
     for j in tl.static_range(USED):
         tl.store(found + j, ids[j])
     for j in range(USED):
-        tl.store(found + USED + j, route.expert_at(left, j, S))
-    route.choose_left(left, S, 1, E)
+        tl.store(found + USED + j, choose.expert_at(left, j, S))
+    choose.choose_left(left, S, 1, E)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_experts_that_choose_themselves_find_what_is_stored(spec: RouteSpec, odd
     found, ids = (torch.zeros(count, dtype=torch.int32, device=device) for count in (2 * spec.used, spec.used))
     weights, counts = torch.zeros(spec.used, device=device), torch.zeros(n, dtype=torch.int64, device=device)
     logits, shift = (torch.from_numpy(v).to(device) for v in (z, bias))
-    left = route.Left(logits, route.Choice(ids, weights, counts), shift, logits, spec.scale)
+    left = choose.Left(logits, choose.Choice(ids, weights, counts), shift, logits, spec.scale)
     constants = route._constants(spec)
     kernel = InterpretedFunction(_chosen_by_logits) if INTERPRETED else triton.jit(_chosen_by_logits)
     launch(kernel, (1,), found, left, S=constants["S"], E=constants["E"], USED=spec.used, warps=1)

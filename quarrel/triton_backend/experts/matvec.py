@@ -13,8 +13,8 @@ from quarrel.ops.moe import EXPERT_DOWN, EXPERT_UP, ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.experts import experts
+from quarrel.triton_backend.experts.choose import Chooses, no_choice
 from quarrel.triton_backend.experts.matvec_kernels import down_of_experts, up_of_experts
-from quarrel.triton_backend.experts.route import Chooses, no_choice
 from quarrel.triton_backend.formats.int8x2 import int8x2_rows, words
 from quarrel.triton_backend.formats.table import FLOATS, has_matvec, matvec_planes
 from quarrel.triton_backend.linear.matvec_tiles import down_tile_for, up_tile_for

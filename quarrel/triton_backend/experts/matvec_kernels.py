@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from quarrel.triton_backend.elementwise.activation import activate, oai
-from quarrel.triton_backend.experts.route import best_experts, choose_left, expert_at
+from quarrel.triton_backend.experts.choose import best_experts, choose_left, expert_at
 from quarrel.triton_backend.formats.dots import load_tile, tile_products
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
 from quarrel.triton_backend.formats.table import entry_columns, word_columns

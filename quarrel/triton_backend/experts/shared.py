@@ -24,9 +24,9 @@ from quarrel.ops.linear import LinearAddSpec, LinearSpec
 from quarrel.ops.moe import ExpertDownSpec, ExpertUpSpec
 from quarrel.ops.program import Node
 from quarrel.triton_backend.elementwise.activation import activate
+from quarrel.triton_backend.experts.choose import Chooses, best_experts, choose_left, expert_at, no_choice
 from quarrel.triton_backend.experts.matvec import _as_int8x2, _tensor
 from quarrel.triton_backend.experts.matvec_kernels import _planes_from
-from quarrel.triton_backend.experts.route import Chooses, best_experts, choose_left, expert_at, no_choice
 from quarrel.triton_backend.formats.dots import load_tile, tile_products
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
 from quarrel.triton_backend.formats.table import INTEGERS, by_name, matvec_planes, word_columns
