@@ -241,6 +241,7 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
         yield ROPE_APPEND, RopeAppendSpec(RopeSpec("norm", heads, 576, 64), RopeSpec("norm", 1, 64, 64), 512)
         yield HEAD_LINEAR, HeadLinearSpec(GGMLType.Q8_0, heads, 512, 192, 64)
         yield HEAD_LINEAR, HeadLinearSpec(formats[0], heads, 256, 512)
+    yield ROPE_APPEND, RopeAppendSpec(*(RopeSpec("neox", n, 256, 64, axes=3) for n in (16, 2)))  # Qwen 3.5
     yield ATTENTION, AttentionSpec(16, 2, 512, 1.0)  # Gemma 4
     yield GATED, GatedSpec("gelu_tanh", 256, width=10752, start=512)
     yield ENCODE, EncodeSpec(3, 256, 0.0625, 1, 256)  # EmbeddingGemma

@@ -25,7 +25,7 @@ from quarrel.ops.reference import run_program
 from quarrel.ops.rope import RopeSpec, rope, rotated_by
 from quarrel.ops.state import conv
 from quarrel.ops.step import StepInputs
-from quarrel.triton_backend import fuse
+from quarrel.triton_backend import fuse, plan
 from quarrel.triton_backend.attention import paged
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.experts import route as router
@@ -498,31 +498,61 @@ def test_a_convolution_between_two_gates_is_one_launch_with_the_same_bits(
         assert apart - fused == want
 
 
-@pytest.mark.parametrize(("style", "dim", "window"), [("neox", 256, 0), ("norm", 256, 24), ("neox", 512, 0)])
+@pytest.mark.parametrize(
+    ("style", "dim", "window", "rot", "axes"),
+    [
+        ("neox", 256, 0, 256, 1),
+        ("norm", 256, 24, 256, 1),
+        ("neox", 512, 0, 512, 1),
+        ("neox", 256, 0, 64, 3),
+        ("norm", 256, 0, 96, 1),
+        ("neox", 256, 24, 256, 3),
+    ],
+)
 def test_one_sequence_of_wide_heads_rotates_and_appends_itself(
-    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, style: Literal["norm", "neox"], dim: int, window: int
+    backend: TritonBackend,
+    monkeypatch: pytest.MonkeyPatch,
+    style: Literal["norm", "neox"],
+    dim: int,
+    window: int,
+    rot: int,
+    axes: int,
 ) -> None:
+    """Whole heads and some of their columns, by one axis and by several, with the bits that a launch of its own has."""
     b = Builder()
     h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, K))
-    q, k, v = (linear(b, h, ref(name, GGMLType.Q4_0, n * dim, K)) for name, n in (("q", 4), ("k", 2), ("v", 2)))
-    cache, turns = b.cache(KVLayer(2, dim)), RopeSpec(style, 4, dim, dim, 1.1)
-    freq = ConstRef("freq", tuple(1000.0 ** (-2.0 * i / dim) for i in range(dim // 2)))
-    q = rope_append(b, RopeAppendSpec(turns, replace(turns, n_heads=2)), q, k, v, freq, cache)
-    y = attention(b, AttentionSpec(4, 2, dim, 0.05, window=window), q, cache)
-    h = linear_add(b, h, y, ref("o", GGMLType.Q8_0, K, 4 * dim))
+    q, k, v = (linear(b, h, ref(name, GGMLType.Q4_0, n * dim, K)) for name, n in (("q", 2), ("k", 1), ("v", 1)))
+    cache, turns = b.cache(KVLayer(1, dim)), RopeSpec(style, 2, dim, rot, 1.1, axes=axes)
+    of_pairs = [1000.0 ** (-2.0 * i / rot) for i in range(rot // 2)]
+    freq = ConstRef("freq", tuple(f if i % axes == axis else 0.0 for axis in range(axes) for i, f in enumerate(of_pairs)))
+    q = rope_append(b, RopeAppendSpec(turns, replace(turns, n_heads=1)), q, k, v, freq, cache)
+    y = attention(b, AttentionSpec(2, 1, dim, 0.05, window=window), q, cache)
+    h = linear_add(b, h, y, ref("o", GGMLType.Q8_0, K, 2 * dim))
     made, found = b.program(hidden=gather_rows(b, h, b.input("out_rows"))), []
-    for programs in (paged.HEAD_PROGRAMS, 0):
+
+    def one(past: int, tokens: int, seed: int) -> StepInputs:
+        inputs = batch([(0, past, tokens)], seed=seed)
+        places = np.stack([inputs.positions // (1 + axis) for axis in range(axes)], 1).astype(np.int32)
+        return replace(inputs, places=places) if axes > 1 else inputs
+
+    for programs, alone in ((paged.HEAD_PROGRAMS, False), (0, False), (0, True)):
         monkeypatch.setattr(paged, "HEAD_PROGRAMS", programs)
+        if alone:
+            monkeypatch.setattr(plan, "left_to_attention", lambda *_: [])
         step = backend.compile(made, Weights(), LIMITS, "float16")
         assert isinstance(step, TritonStep)
-        step(batch([(0, 0, 20)], seed=1), "hidden")
+        for past, tokens in ((0, 20), (20, 11)):
+            step(one(past, tokens, past), "hidden")
         ran = launches(step)
-        hidden = [step(batch([(0, 20 + i, 1)], seed=3 + i), "hidden").hidden for i in range(13)]
+        hidden = [step(one(31 + i, 1, 3 + i), "hidden").hidden for i in range(3)]
         (store,) = step._plan.caches
         found.append((Counter(ran), np.stack(hidden), store.k.clone(), store.v.clone()))
         step.close()
-    (mine, got, *kept), (theirs, want, *others) = found
-    assert mine["attend_head"] == theirs["attend_one"] == 13
+    (mine, got, *kept), (theirs, want, *others), (apart, rotated, *stored) = found
+    assert mine["attend_head"] == theirs["attend_one"] == apart["rope_append_rows"] == 3
     assert mine["rope_append_rows"] == theirs["rope_append_rows"] == 0
     assert rel_error(got, want) < 1e-3
-    assert all(torch.equal(one, other) for one, other in zip(kept, others))
+    assert rel_error(want, rotated) < 1e-3
+    for one_, other, third in zip(kept, others, stored):
+        assert torch.equal(one_, other)
+        assert torch.equal(one_, third)

@@ -92,6 +92,48 @@ def rotated(
     return tl.reshape(both, (M, 2 * HALF)).to(to.dtype.element_ty)
 
 
+@triton.jit
+def turns(rotation, token, NEOX: tl.constexpr, S: tl.constexpr):
+    """Sine and cosine of a token's angles, of each pair [1, DIM / 2], or with S.ROT of each column [1, DIM]."""
+    if S.ROT == 0:
+        i = tl.arange(0, S.DIM // 2)
+        angle = tl.load(rotation.positions + token).to(tl.float32) * tl.load(rotation.freq + i)
+    else:
+        HALF: tl.constexpr = S.ROT // 2
+        AXES: tl.constexpr = S.AXES
+        DIM: tl.constexpr = S.DIM
+        d = tl.arange(0, DIM)
+        i = d % HALF if NEOX else d // 2
+        angle = tl.zeros([DIM], tl.float32)
+        # A pair has a frequency on one axis, so the sum is exact.
+        for axis in tl.static_range(AXES):
+            position = tl.load(rotation.positions + token * AXES + axis).to(tl.float32)
+            angle += position * tl.load(rotation.freq + axis * HALF + i, mask=d < S.ROT, other=0.0)
+    sin, cos = sin_cos(angle)
+    return sin[None, :], cos[None, :]
+
+
+@triton.jit
+def turned(x, at, ok, sin, cos, magnitude, to, NEOX: tl.constexpr, M: tl.constexpr, S: tl.constexpr):
+    """Rows at [M] of heads, whole ones or their first S.ROT columns rotated by `turns`, [M, DIM], as the type of `to`."""
+    if S.ROT == 0:
+        return rotated(x, at, ok, sin, cos, magnitude, to, NEOX, M, S.DIM // 2)
+    else:
+        d = tl.arange(0, S.DIM)[None, :]
+        inside = d < S.ROT
+        if NEOX:
+            first = d < S.ROT // 2
+            other = tl.where(first, d + S.ROT // 2, d - S.ROT // 2)
+        else:
+            first = d % 2 == 0
+            other = d ^ 1
+        p_x = x + at[:, None]
+        v = tl.load(p_x + d, mask=ok[:, None], other=0.0).to(tl.float32)
+        w = tl.load(p_x + tl.where(inside, other, d), mask=ok[:, None], other=0.0).to(tl.float32)
+        low, high = rotate_pairs(tl.where(first, v, w), tl.where(first, w, v), sin, cos, magnitude)
+        return tl.where(inside, tl.where(first, low, high), v).to(to.dtype.element_ty)
+
+
 @triton.jit(do_not_specialize=["seqs"])
 def attend_one(
     output, partial, q, rotation, cache, sinks, sequences, item_start, seqs, score,
@@ -153,9 +195,7 @@ def attend_one(
     row = token * S.HEADS
     last = n_keys - 1
     if ROTATE != "":
-        i = tl.arange(0, DIM // 2)
-        sin, cos = sin_cos(tl.load(rotation.positions + token).to(tl.float32) * tl.load(rotation.freq + i))
-        sin, cos = sin[None, :], cos[None, :]
+        sin, cos = turns(rotation, token, NEOX, S)
         to = cache_row(tl.load(rotation.slots + token).to(tl.int64), kv_head, KV_HEADS, SIZE) * DIM
     else:
         new_row = cache_row(tl.load(p_table + last // SIZE).to(tl.int64) * SIZE + last % SIZE, kv_head, KV_HEADS, SIZE)
@@ -164,10 +204,10 @@ def attend_one(
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
     if ROTATE != "":
-        b_q = rotated(q, (row + head) * DIM, row_ok, sin, cos, rotation.q_magnitude, q, NEOX, BLOCK_M, DIM // 2)
+        b_q = turned(q, (row + head) * DIM, row_ok, sin, cos, rotation.q_magnitude, q, NEOX, BLOCK_M, S)
         one = tl.arange(0, 1)
         at = (token * KV_HEADS + kv_head) * DIM
-        b_new = rotated(rotation.k, at + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, DIM // 2)
+        b_new = turned(rotation.k, at + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S)
         b_new = tl.reshape(b_new, (WIDE,))
         v_new = tl.load(rotation.v + at + d).to(cache.v.dtype.element_ty)
         if newest:

@@ -22,6 +22,7 @@ from quarrel.ops.attention import ATTENTION, AttentionSpec, RopeAppendSpec
 from quarrel.ops.contract import Compute
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
+from quarrel.ops.rope import RopeSpec
 from quarrel.triton_backend.attention import cudnn, fixed, ring
 from quarrel.triton_backend.attention.decode import LOG2E, attend_one, oldest_key
 from quarrel.triton_backend.attention.decode_head import attend_head
@@ -232,6 +233,12 @@ def _rotation(site: Site, node: Node) -> Callable[[], tuple[torch.Tensor, Rotati
     return at_call
 
 
+def _turned(spec: RopeSpec) -> tuple[int, int]:
+    """`Shape.ROT` and `Shape.AXES`."""
+    whole = spec.n_rot == spec.head_dim and spec.axes == 1
+    return (0, 1) if whole else (spec.n_rot, spec.axes)
+
+
 def build_attention(site: Site, node: Node) -> Launch:
     """ATTENTION: q `[T, heads * head_dim]`, query_start `[S + 1]`, kv_len `[S]`, block_table `[S, B]`, sinks `[heads]`."""
     spec: AttentionSpec = node.spec
@@ -255,15 +262,15 @@ def build_attention(site: Site, node: Node) -> Launch:
     many_seqs = crowded(one)
     # A cap is applied to the score itself, so the factor of log2(e) comes after it.
     score = Score(spec.scale * (1.0 if spec.cap else LOG2E), spec.cap, spec.window)
-    shape = Shape(
-        spec.n_heads, spec.n_kv, spec.head_dim, wide, share, cache.block_size, spec.window > 0, spec.cap != 0.0, spec.sinks,
-        cache.kind, spec.chunked, spec.spans,
-    )  # fmt: skip
-    common = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "sinks": sinks, "score": score, "S": shape}
-    common |= {"COMPUTE": TL_TYPES[site.compute]}
     # Two tiles of so wide a head in float32 do not fit registers: such a step takes the kernel of prompts.
     by_prompts = site.compute == "float32" and wide > 128 and not site.deterministic
     before = None if by_prompts or site.deterministic else joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
+    shape = Shape(
+        spec.n_heads, spec.n_kv, spec.head_dim, wide, share, cache.block_size, spec.window > 0, spec.cap != 0.0, spec.sinks,
+        cache.kind, spec.chunked, spec.spans, *((0, 1) if before is None else _turned(before.spec.q)),
+    )  # fmt: skip
+    common = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "sinks": sinks, "score": score, "S": shape}
+    common |= {"COMPUTE": TL_TYPES[site.compute]}
     rotation = None if before is None else _rotation(site, before)
     style = "" if before is None else before.spec.q.style
     each = shape._replace(KV_HEADS=spec.n_heads, SHARE=1)

@@ -86,6 +86,9 @@ class Shape(NamedTuple):
     """Windows stand side by side: a query sees the keys of its own."""
     SPANS: bool = False
     """Queries say up to which position they see."""
+    ROT: int = 0
+    """Columns of a head that a rotation turns, of so many AXES; 0 for whole heads and one axis."""
+    AXES: int = 1
 
 
 class Warps(NamedTuple):

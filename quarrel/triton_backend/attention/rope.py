@@ -365,7 +365,8 @@ def left_to_attention(nodes: Sequence[Node], kept: set[int]) -> list[tuple[int, 
     """ROPE_APPENDs whose queries one attention over the same cache reads and nobody else: places of both among the nodes.
     A cache may serve several layers, each with a block table of its own.
 
-    In a step without prompts that attention does their work (`attend_one`): whole heads of a power of two.
+    In a step without prompts that attention does their work: heads of a power of two, whole and of one axis, but for those
+    of more than 128 values, of which `attend_one` and `attend_head` take any.
     """
     found = []
     for i, node in enumerate(nodes):
@@ -377,8 +378,9 @@ def left_to_attention(nodes: Sequence[Node], kept: set[int]) -> list[tuple[int, 
             continue
         table, cache = nodes[readers[0]].inputs[3:5]
         over = [n for n in nodes if n.op is ATTENTION and n.inputs[3] is table and n.inputs[4] == node.inputs[6]]
-        whole = q.head_dim == q.n_rot == k.n_rot == power_of_two(q.head_dim) and q.head_dim >= 16
-        if whole and q.axes == 1 and cache == node.inputs[6] and len(over) == 1:
+        sizes = q.n_rot == k.n_rot and q.head_dim == power_of_two(q.head_dim) and q.head_dim >= 16
+        whole = q.n_rot == q.head_dim and q.axes == 1
+        if sizes and (whole or q.head_dim > 128) and cache == node.inputs[6] and len(over) == 1:
             found.append((i, readers[0]))
     return found
 
