@@ -39,7 +39,7 @@ from quarrel.ops.step import (
     results_of,
     with_ids,
 )
-from quarrel.ops.transfer import CacheForm, nothing
+from quarrel.ops.transfer import CacheForm, nothing, placed
 from quarrel.ops.weights import Loading, weights_of
 
 
@@ -290,11 +290,7 @@ class CpuStep:
     def read_blocks(self, blocks: Sequence[int], into: Sequence[Array] = ()) -> list[Array]:
         own = (array for c in self._open().caches for array in (c.k, c.v))
         found = (np.ascontiguousarray(array[list(blocks)]).view(np.uint8) for array in own)
-        if not into:
-            return list(found)
-        for given, made in zip(into, found, strict=True):
-            given[...] = made
-        return list(into)
+        return placed(found, into)
 
     def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array], layer: int = 0) -> None:
         own = [array for c in self._open().caches[layer:] for array in (c.k, c.v)]

@@ -177,9 +177,7 @@ class Borrower:
             segment.close()
 
     def _opened(self, name: Name) -> Segment | None:
-        if sys.platform != "linux":
-            return None
-        if name.host != _here():
+        if sys.platform != "linux" or name.host != _here():
             return None
         file = -1
         try:

@@ -37,7 +37,7 @@ from quarrel.ops.step import (
     outputs_of,
     results_of,
 )
-from quarrel.ops.transfer import CacheForm, nothing
+from quarrel.ops.transfer import CacheForm, nothing, placed
 
 _SAMPLE = ("temperature", "top_k", "top_p", "min_p", "uniform")
 _ENTRIES = ("list_ids", "list_counts", "list_biases")
@@ -135,11 +135,7 @@ class MlxStep:
     def read_blocks(self, blocks: Sequence[int], into: Sequence[Array] = ()) -> list[Array]:
         mx.eval(self._after)
         found = (a for c in self._caches() for a in transfer.read_blocks(c, blocks, self.limits.block_size))
-        if not into:
-            return list(found)
-        for given, made in zip(into, found, strict=True):
-            given[...] = made
-        return list(into)
+        return placed(found, into)
 
     def write_blocks(self, blocks: Sequence[int], arrays: Sequence[Array], layer: int = 0) -> None:
         mx.eval(self._after)

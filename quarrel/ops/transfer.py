@@ -8,7 +8,7 @@ A head's bytes are its values, or its codes with their float32 scale behind them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -71,6 +71,15 @@ class Transfers(Protocol):
 
     def write_states(self, slots: Sequence[int], arrays: Sequence[Array]) -> None:
         """Puts what `read_states` gave into these slots."""
+
+
+def placed(found: Iterable[Array], into: Sequence[Array]) -> list[Array]:
+    """What was read, in these arrays if there are any: `read_blocks` of steps whose caches are the host's."""
+    if not into:
+        return list(found)
+    for given, made in zip(into, found, strict=True):
+        given[...] = made
+    return list(into)
 
 
 def nothing() -> None:

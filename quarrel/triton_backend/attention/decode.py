@@ -93,7 +93,7 @@ def rotated(
 
 
 @triton.jit
-def turns(rotation, token, NEOX: tl.constexpr, S: tl.constexpr):
+def rope_sin_cos(rotation, token, NEOX: tl.constexpr, S: tl.constexpr):
     """Sine and cosine of a token's angles, of each pair [1, DIM / 2], or with S.ROT of each column [1, DIM]."""
     if S.ROT == 0:
         i = tl.arange(0, S.DIM // 2)
@@ -114,8 +114,8 @@ def turns(rotation, token, NEOX: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def turned(x, at, ok, sin, cos, magnitude, to, NEOX: tl.constexpr, M: tl.constexpr, S: tl.constexpr):
-    """Rows at [M] of heads, whole ones or their first S.ROT columns rotated by `turns`, [M, DIM], as the type of `to`."""
+def rotated_heads(x, at, ok, sin, cos, magnitude, to, NEOX: tl.constexpr, M: tl.constexpr, S: tl.constexpr):
+    """Rows at [M] of heads, whole ones or their first S.ROT columns, rotated, [M, DIM], rounded to the type of `to`."""
     if S.ROT == 0:
         return rotated(x, at, ok, sin, cos, magnitude, to, NEOX, M, S.DIM // 2)
     else:
@@ -195,7 +195,7 @@ def attend_one(
     row = token * S.HEADS
     last = n_keys - 1
     if ROTATE != "":
-        sin, cos = turns(rotation, token, NEOX, S)
+        sin, cos = rope_sin_cos(rotation, token, NEOX, S)
         to = cache_row(tl.load(rotation.slots + token).to(tl.int64), kv_head, KV_HEADS, SIZE) * DIM
     else:
         new_row = cache_row(tl.load(p_table + last // SIZE).to(tl.int64) * SIZE + last % SIZE, kv_head, KV_HEADS, SIZE)
@@ -204,10 +204,10 @@ def attend_one(
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
     if ROTATE != "":
-        b_q = turned(q, (row + head) * DIM, row_ok, sin, cos, rotation.q_magnitude, q, NEOX, BLOCK_M, S)
+        b_q = rotated_heads(q, (row + head) * DIM, row_ok, sin, cos, rotation.q_magnitude, q, NEOX, BLOCK_M, S)
         one = tl.arange(0, 1)
         at = (token * KV_HEADS + kv_head) * DIM
-        b_new = turned(rotation.k, at + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S)
+        b_new = rotated_heads(rotation.k, at + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S)
         b_new = tl.reshape(b_new, (WIDE,))
         v_new = tl.load(rotation.v + at + d).to(cache.v.dtype.element_ty)
         if newest:

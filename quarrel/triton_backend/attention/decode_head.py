@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.attention.decode import LOG2E, finish, load_tile, oldest_key, turned, turns
+from quarrel.triton_backend.attention.decode import LOG2E, finish, load_tile, oldest_key, rope_sin_cos, rotated_heads
 from quarrel.triton_backend.attention.kv_codes import as_values
 from quarrel.triton_backend.attention.rope import cache_row
 from quarrel.triton_backend.attention.splits import split_of
@@ -61,7 +61,7 @@ def attend_head(
     one = tl.arange(0, 1)
     if ROTATE != "":
         NEOX: tl.constexpr = ROTATE == "neox"
-        sin, cos = turns(rotation, 0, NEOX, S)
+        sin, cos = rope_sin_cos(rotation, 0, NEOX, S)
         slot = tl.load(rotation.slots).to(tl.int64)
     else:
         slot = tl.load(sequences.table + last // SIZE).to(tl.int64) * SIZE + last % SIZE
@@ -71,8 +71,8 @@ def attend_head(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if ROTATE != "":
-        b_q = turned(q, head * DIM + one, one < 1, sin, cos, rotation.q_magnitude, q, NEOX, 1, S)
-        k = turned(rotation.k, kv_head * DIM + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S)
+        b_q = rotated_heads(q, head * DIM + one, one < 1, sin, cos, rotation.q_magnitude, q, NEOX, 1, S)
+        k = rotated_heads(rotation.k, kv_head * DIM + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S)
         b_q, b_new = tl.reshape(b_q, (WIDE,)), tl.reshape(k, (WIDE,))
         v_new = tl.load(rotation.v + kv_head * DIM + d).to(cache.v.dtype.element_ty)
         if newest & (head % GROUP == 0):

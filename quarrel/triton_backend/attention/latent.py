@@ -484,7 +484,7 @@ def build_attention(site: Site, node: Node, before: Before | None = None, behind
         queries, append = (q.tensor, absent(q.tensor)) if left is None else left()
         kernel: Any
         if hopper and batch.T == 1 and batch.items * heads <= latent_head.HEAD_PROGRAMS:
-            keys, warps = latent_head.tile(batch.items)
+            keys, warps = latent_head.TILE
             kernel, rows, stages, own = attend_latent_head, 1, 1, {"KEYS": keys // warps, "WARPS": warps}
         else:
             tile = alone if batch.S == 1 else one

@@ -26,15 +26,12 @@ from quarrel.triton_backend.attention.kv_codes import as_values
 from quarrel.triton_backend.attention.rope import sin_cos
 from quarrel.triton_backend.attention.splits import split_of
 
-HEAD_PROGRAMS = 256
-"""Programs up to which a step of one sequence has this kernel, by the items of its bucket. Not measured yet."""
-HEAD_ITEMS = 4
-"""The bucket of one sequence with up to so many splits."""
-
-
-def tile(items: int) -> tuple[int, int]:
-    """Keys of a tile, and warps. Not measured yet."""
-    return (16, 4) if items <= HEAD_ITEMS else (32, 8)
+HEAD_PROGRAMS = 128
+"""Programs up to which a step of one sequence has this kernel, by the items of its bucket: up to 128 keys of 20 heads. Six
+layers of GLM-4.7-Flash take 289 us so on an H200, for 313. Behind 500 keys 320 programs take 331 us, `attend_latent_one`
+329."""
+TILE = (16, 4)
+"""Keys, and warps. 32 keys in eight take 288 us, 16 in eight 293, 8 in four 291."""
 
 
 @triton.jit

@@ -233,7 +233,7 @@ def _rotation(site: Site, node: Node) -> Callable[[], tuple[torch.Tensor, Rotati
     return at_call
 
 
-def _turned(spec: RopeSpec) -> tuple[int, int]:
+def _rotation_shape(spec: RopeSpec) -> tuple[int, int]:
     """`Shape.ROT` and `Shape.AXES`."""
     whole = spec.n_rot == spec.head_dim and spec.axes == 1
     return (0, 1) if whole else (spec.n_rot, spec.axes)
@@ -267,7 +267,7 @@ def build_attention(site: Site, node: Node) -> Launch:
     before = None if by_prompts or site.deterministic else joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
     shape = Shape(
         spec.n_heads, spec.n_kv, spec.head_dim, wide, share, cache.block_size, spec.window > 0, spec.cap != 0.0, spec.sinks,
-        cache.kind, spec.chunked, spec.spans, *((0, 1) if before is None else _turned(before.spec.q)),
+        cache.kind, spec.chunked, spec.spans, *((0, 1) if before is None else _rotation_shape(before.spec.q)),
     )  # fmt: skip
     common = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "sinks": sinks, "score": score, "S": shape}
     common |= {"COMPUTE": TL_TYPES[site.compute]}

@@ -87,7 +87,7 @@ class Shape(NamedTuple):
     SPANS: bool = False
     """Queries say up to which position they see."""
     ROT: int = 0
-    """Columns of a head that a rotation turns, of so many AXES; 0 for whole heads and one axis."""
+    """Columns of a head that attention rotates, by positions of so many AXES; 0 for whole heads and one axis."""
     AXES: int = 1
 
 

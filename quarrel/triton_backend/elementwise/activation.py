@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -228,19 +227,15 @@ def build_gated(site: Site, node: Node) -> Launch:
         columns = {"WIDTH": spec.width, "START": spec.start}
         many = _build(gated_columns, site, node, spec.n, **columns, KIND=spec.activation, PER_ROW=spec.per_row)
         # Nothing that a step of one row fuses has only some columns of up.
-        to, plain = (None, True) if spec.per_row or spec.n % 32 else site.int8x2_target(node.outputs[0])
-        return many if to is None else _or_int8x2(site, node, to, plain, many)
+        return many if spec.per_row or spec.n % 32 else build_rounded(site, node, many)
     return _build(gated_flat, site, node, KIND=spec.activation, SHARE=spec.n if spec.per_row else 1)
 
 
 def build_rounded(site: Site, node: Node, many: Launch) -> Launch:
-    """GATED that leaves one row as int8x2 where somebody reads it so."""
+    """GATED that leaves one row as int8x2, if matvecs read it so."""
     to, plain = site.int8x2_target(node.outputs[0])
-    return many if to is None else _or_int8x2(site, node, to, plain, many)
-
-
-def _or_int8x2(site: Site, node: Node, to: torch.Tensor, plain: bool, many: Launch) -> Launch:
-    """GATED: one row as int8x2, for the matvecs that read it."""
+    if to is None:
+        return many
     spec: GatedSpec = node.spec
     gate, up, y = (site.slot(v) for v in (*node.inputs, node.outputs[0]))  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])

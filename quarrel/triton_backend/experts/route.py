@@ -279,7 +279,7 @@ def build_router(
 
 def may_leave(spec: RouteSpec) -> bool:
     """Whether each expert's logit and bias alone say its place, so that `best_experts` finds it: a softmax with a bias
-    would be summed in each kernel's own order. With more experts the kernels of Kimi K2 and DeepSeek V3 spill."""
+    would be summed in each kernel's own order. `best_experts` takes two parts of 128 scores, with a bias one."""
     if spec.bias:
         return spec.gate == "sigmoid" and spec.n_groups == 1 and spec.n_experts <= 128
     return spec.n_groups == 1 and spec.n_experts <= 256

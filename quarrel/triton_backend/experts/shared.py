@@ -106,17 +106,17 @@ def _up_rows(
 
 @triton.jit
 def up_with_shared(
-    routed, shared, x, ids, left, R: tl.constexpr, O: tl.constexpr, S: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
+    routed, shared, x, ids, left, R: tl.constexpr, SHARED: tl.constexpr, S: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
     K: tl.constexpr, USED: tl.constexpr, GATED: tl.constexpr, KIND: tl.constexpr, LEFT: tl.constexpr, PDL: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Grid: O.N / 32 programs of the shared expert, then R.N / 32 of each that is chosen. R and O: shapes of both sides.
+    """Grid: SHARED.N / 32 programs of the shared expert, then R.N / 32 of each that is chosen. R, SHARED: their shapes.
     LEFT: each of these finds its expert itself, and one program more stores the choice."""
-    OWN: tl.constexpr = O.N // 32
+    OWN: tl.constexpr = SHARED.N // 32
     PER: tl.constexpr = R.N // 32
     pid = tl.program_id(0)
     if pid < OWN:
-        _up_rows(shared, x, pid.to(tl.int64) * 0, pid * 32, shared.to, O, K, GATED, KIND, PDL, ASM)
+        _up_rows(shared, x, pid.to(tl.int64) * 0, pid * 32, shared.to, SHARED, K, GATED, KIND, PDL, ASM)
     else:
         # Whoever comes next may start when all programs here know their experts, and so knows them too.
         if PDL:
@@ -153,8 +153,8 @@ class DownShape(NamedTuple):
 
 @triton.jit
 def down_with_shared(
-    out, routed, shared, ids, left, shares, rate, residual, alpha, N, R: tl.constexpr, O: tl.constexpr, S: tl.constexpr,
-    USED: tl.constexpr, RATED: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, LEFT: tl.constexpr,
+    out, routed, shared, ids, left, shares, rate, residual, alpha, N, R: tl.constexpr, SHARED: tl.constexpr,
+    S: tl.constexpr, USED: tl.constexpr, RATED: tl.constexpr, ROWS: tl.constexpr, AHEAD: tl.constexpr, LEFT: tl.constexpr,
     PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """out [N] float32: residual + alpha * (the sum over chosen experts of share * W x, and the shared expert's W x), with
@@ -163,9 +163,9 @@ def down_with_shared(
     FORMAT: tl.constexpr = R.FORMAT
     K: tl.constexpr = R.K
     W: tl.constexpr = R.W
-    OWN_FORMAT: tl.constexpr = O.FORMAT
-    OWN_K: tl.constexpr = O.K
-    OWN_W: tl.constexpr = O.W
+    OWN_FORMAT: tl.constexpr = SHARED.FORMAT
+    OWN_K: tl.constexpr = SHARED.K
+    OWN_W: tl.constexpr = SHARED.W
     TILES: tl.constexpr = (K // word_columns(FORMAT) + W - 1) // W
     OWN_TILES: tl.constexpr = (OWN_K // word_columns(OWN_FORMAT) + OWN_W - 1) // OWN_W
     ALL: tl.constexpr = USED * TILES
@@ -300,8 +300,8 @@ def build_up(site: Site, nodes: WithShared, chooses: Chooses | None) -> Launch:
         left, constants = chooses or no_choice(ids.tensor)
         programs = s.N // 32 + spec.used * (r.N // 32) + (chooses is not None)
         site.launch(
-            up_with_shared, (programs,), routed, shared, _tensor(rows), ids.tensor, left(), R=r, O=s, **constants, K=spec.k,
-            USED=spec.used, GATED=spec.gated, KIND=spec.activation, LEFT=chooses is not None, ASM=not INTERPRETED,
+            up_with_shared, (programs,), routed, shared, _tensor(rows), ids.tensor, left(), R=r, SHARED=s, **constants,
+            K=spec.k, USED=spec.used, GATED=spec.gated, KIND=spec.activation, LEFT=chooses is not None, ASM=not INTERPRETED,
             warps=_UP_WARPS, maxnreg=_UP_REGISTERS, early=starts_early(site),
         )  # fmt: skip
 
@@ -332,7 +332,7 @@ def build_down(site: Site, nodes: WithShared, chooses: Chooses | None) -> Launch
         left, constants = chooses or no_choice(ids.tensor)
         site.launch(
             down_with_shared, (cdiv(spec.n, rows),), out.tensor, routed, shared, ids.tensor, left(), shares.tensor,
-            out.tensor if rate is None else rate[1].tensor, stream.tensor, nodes.add.spec.scale, spec.n, R=r, O=s,
+            out.tensor if rate is None else rate[1].tensor, stream.tensor, nodes.add.spec.scale, spec.n, R=r, SHARED=s,
             S=constants["S"], USED=spec.used, RATED=rate is not None, LEFT=chooses is not None,
             ROWS=rows, AHEAD=max(1, _AHEAD * 32 * warps // (rows * r.W)), ASM=not INTERPRETED, warps=warps,
             early=starts_early(site),
