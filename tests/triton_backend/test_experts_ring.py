@@ -107,6 +107,29 @@ def test_which_stacks_it_takes(site: Any, format: str, k: int, taken: bool, monk
 
 
 @pytest.mark.parametrize(
+    ("type", "k", "whole"),
+    [
+        (GGMLType.Q4_K, 4096, 4),
+        (GGMLType.Q6_K, 256, 4),
+        (GGMLType.Q8_0, 2048, 1),
+        (GGMLType.Q8_0, 1856, 8),
+        (GGMLType.Q5_0, 1856, 8),
+        (GGMLType.MXFP4, 2880, 16),
+    ],
+)
+def test_copies_of_each_matrix_of_a_stack_begin_at_whole_16_bytes(type: GGMLType, k: int, whole: int) -> None:
+    """Others stop an H200 with an illegal instruction."""
+
+    def taken(n: int) -> bool:
+        return linear_ring.declines_stacks([blank(type, 4 * n, k, META)], n) is None
+
+    assert linear_ring.rows_of_stack(type, k) == whole
+    assert taken(whole)
+    assert taken(3 * whole)
+    assert whole == 1 or not (taken(whole // 2) or taken(whole + 1))
+
+
+@pytest.mark.parametrize(
     ("type", "n", "k", "experts", "each", "cut"),
     [
         (GGMLType.MXFP4, 2880, 2880, 32, 4.0, Cut(8, 3, 4)),

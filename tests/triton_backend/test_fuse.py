@@ -267,8 +267,9 @@ def test_a_norm_added_to_the_stream_is_one_launch_with_the_same_bits(
 ) -> None:
     outputs, names = both_ways(backend, monkeypatch, sandwich(kind, after, factor), "_normed", [], FRESH)
     one, five, one_alone, five_alone = names
-    assert np.array_equal(outputs[0], outputs[2])
-    assert np.array_equal(outputs[1], outputs[3])
+    for together, alone in zip(outputs[:2], outputs[2:], strict=True):
+        # A GPU's compiler makes one operation of a product and a sum where both are in one kernel.
+        assert np.array_equal(together, alone) if INTERPRETED else rel_error(together, alone) < 1e-3
     # Of two norms, two sums and their factors, two launches are left.
     assert five_alone - five == {"add_flat": 2, **({} if factor == 1.0 else {"cap_flat": 2})}
     assert not five - five_alone

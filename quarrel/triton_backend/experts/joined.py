@@ -32,6 +32,8 @@ from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_earl
 
 LEAST, ROWS = 2, 32
 """Rows for which experts are joined: with more the shared one's items are so many that a product of its own is shorter."""
+_WHOLE = 16
+"""Of how many rows each matrix is a multiple: then the ring reads stacks of any format (`ring_weights.rows_of_stack`)."""
 
 
 def joins(site: Site) -> bool:
@@ -71,7 +73,7 @@ class Joined:
             and up.activation == self.activation.spec.activation
             and len(self.shared_maps) == 1 + up.gated
             and all(n.spec == first and n.inputs[0] is self.up.inputs[0] for n in self.shared_maps)
-            and first.n % up.n == 0
+            and first.n % up.n == up.n % _WHOLE == down.n % _WHOLE == 0
             and (last.n, last.k) == (down.n, first.n)
             and len(formats) == 1
             and {*(t.name for t in formats), down.type.name} <= set(RING)

@@ -17,7 +17,7 @@ from quarrel.triton_backend.elementwise.ring_x import column_at
 from quarrel.triton_backend.experts.grouped import DECODE_FROM
 from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
 from quarrel.triton_backend.linear.maps import UNLIMITED
-from quarrel.triton_backend.linear.ring import LONG_ROWS, WIDTHS, Cut, Product, Rows, declines_device, declines_weights
+from quarrel.triton_backend.linear.ring import LONG_ROWS, WIDTHS, Cut, Product, Rows, declines_device, declines_stacks
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Site, starts_early
@@ -125,7 +125,7 @@ def cut_of(product: Product, each: float, experts: int) -> Cut:
 
 def declines(site: Site, maps: ExpertMaps) -> str | None:
     """Why these kernels do not multiply with the stacks on this device, or None."""
-    return declines_device(site) or declines_weights(maps.stacks)
+    return declines_device(site) or declines_stacks(maps.stacks, maps.n)
 
 
 def build(site: Site, maps: ExpertMaps) -> Serves:

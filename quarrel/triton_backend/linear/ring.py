@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from quarrel.gguf import GGMLType
 from quarrel.ops.contract import Compute, WeightRef
 from quarrel.triton_backend.elementwise import ring_x
 from quarrel.triton_backend.formats.pack import ROWS_BESIDE
@@ -31,7 +32,7 @@ try:  # Gluon is no stable interface: without the names of Triton 3.6 to 3.9 oth
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from quarrel.triton_backend.linear import ring_kernels as kernels
-    from quarrel.triton_backend.linear.ring_weights import Matrices, transposed_bytes
+    from quarrel.triton_backend.linear.ring_weights import Matrices, rows_of_stack, transposed_bytes
 except (ImportError, AttributeError):  # pragma: no cover
     kernels = None  # type: ignore[assignment]
 
@@ -155,6 +156,14 @@ def declines_weights(weights: Sequence[Packed]) -> str | None:
         if weight.reused:
             return "needs matrices that stay in their place"
     return None
+
+
+def declines_stacks(stacks: Sequence[Packed], n: int) -> str | None:
+    """Why stacks of matrices of n rows are not read through it."""
+    if (reason := declines_weights(stacks)) is not None:
+        return reason
+    whole = max(rows_of_stack(GGMLType[stack.format], stack.k) for stack in stacks)
+    return None if n % whole == 0 else f"needs matrices of a multiple of {whole} rows, got {n}"
 
 
 def _whole(format: str) -> int:

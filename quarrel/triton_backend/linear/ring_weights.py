@@ -78,15 +78,30 @@ def transposed(plane: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
     return room[:, :n]
 
 
-def transposed_bytes(type: GGMLType, n: int, k: int) -> int:
-    """What `Matrices` copies of a matrix."""
+def _transposed_planes(type: GGMLType, k: int) -> list[tuple[int, int]]:
+    """Of what `Matrices` copies of a matrix: entries of a row, and bytes of an entry."""
     made = NATIVE[type]
     if made.ring is None or made.scale is None:
-        return 0
+        return []
     scale = made.scale.per_row(k) * made.scale.dtype.itemsize
-    bits = made.bits.per_row(k) * 4 if made.bits else 0
-    lying = (scale if made.scale.per_row(32) * made.scale.dtype.itemsize == 1 or scale % 16 else 0) + (bits % 16 and bits)
-    return (lying + (4 * (k // 256) if made.top else 0)) * cdiv(n, 16) * 16
+    entry = 1 if made.scale.per_row(32) * made.scale.dtype.itemsize == 1 else 2
+    bits = made.bits.per_row(k) if made.bits else 0
+    planes = [(scale // entry, entry)] if entry == 1 or scale % 16 else []
+    planes += [(bits, 4)] if 4 * bits % 16 else []
+    return [*planes, (k // 256, 4)] if made.top else planes
+
+
+def transposed_bytes(type: GGMLType, n: int, k: int) -> int:
+    """What `Matrices` copies of a matrix."""
+    return sum(entries * size for entries, size in _transposed_planes(type, k)) * cdiv(n, 16) * 16
+
+
+def rows_of_stack(type: GGMLType, k: int) -> int:
+    """Of how many rows each matrix of a stack must have a multiple: a copy by TMA begins at whole 16 bytes of a row.
+
+    On an H200 a copy that does not (the second of four matrices of 19 rows) ends in "an illegal instruction".
+    """
+    return max((16 // size for _, size in _transposed_planes(type, k)), default=1)
 
 
 def _boxes(plane: torch.Tensor, shape: list[int], swizzle: int = 0) -> Any:
