@@ -640,14 +640,36 @@ def gates_block(channels: int, width: int) -> Program:
     return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
 
 
+def stream_block(width: int, ffn: int, bias: bool) -> Program:
+    """Maps onto the stream, whose parts of K the norm behind adds: one that maps begin with, and one by itself."""
+    b, spec, type = Builder(), NormSpec("rms", width, 1e-6), GGMLType.Q4_K if width % 256 == 0 else GGMLType.Q8_0
+
+    def ref(name: str, rows: int, k: int, type: GGMLType = type) -> WeightRef:
+        return WeightRef(name, type, rows, k)
+
+    gain = ref("gain", 1, width, GGMLType.F32)
+    h = embedding(b, b.input("ids"), ref("embd", 64, width))
+    for i in range(2):
+        down_bias = ref("bias", 1, width, GGMLType.F32) if bias else None
+        h = linear_add(b, h, linear(b, h, ref(f"up{i}", ffn, width)), ref(f"down{i}", width, ffn), down_bias)
+        if i == 0:
+            y = norm_gate_up(b, spec, h, [gain], (ref("gate", ffn, width), None), (ref("up", ffn, width), None), "silu")
+        else:
+            y = linear(b, norm(b, spec, h, gain), ref("last_up", ffn, width))
+        h = linear_add(b, h, y, ref(f"last{i}", width, ffn))
+    return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+
+
 NORMED = ((8, 2, 256), (8, 2, 512), (32, 8, 128))
 """Heads, key heads and head_dim of Gemma 4 and Qwen 3."""
 SANDWICHES = ((256, 1.0, True), (2560, 0.5, True), (2560, 1.0, False), (5376, 1.0, True))
 """Width, factor, and whether a norm follows."""
+STREAMS = ((4096, 14336, False), (2880, 4096, True))
+"""Width, columns of the map onto the stream, and whether it has a bias, of Mistral-7B and gpt-oss."""
 
 
-def record_block(program: Program, compute: Compute, generation: int) -> Iterator[Variant]:
-    """The kernels of its steps of one row and of some."""
+def record_block(program: Program, compute: Compute, generation: int, counts: Sequence[int] = (1, 8)) -> Iterator[Variant]:
+    """The kernels of its steps of so many rows."""
     seen: list[Variant] = []
 
     def note(
@@ -665,7 +687,7 @@ def record_block(program: Program, compute: Compute, generation: int) -> Iterato
         [allocate_state(layer, 4, META) for layer in program.states],
         Tables(ints, ints), compute, META, note, False, generation,
     )  # type: ignore[arg-type]  # fmt: skip
-    for tokens in (1, 8):
+    for tokens in counts:
         for go in plan.launches:
             go(Batch(tokens, 1, 1, tokens == 1, tokens > 1, 1))
     yield from seen
@@ -691,7 +713,8 @@ def variants(
         ]
     )
     together = (v for c in computes for program in programs for v in record_block(program, c, generation))
-    return list(dict.fromkeys((*alone, *together)))
+    left = (v for c in computes for s in STREAMS for v in record_block(stream_block(*s), c, generation, (8, 32, 64)))
+    return list(dict.fromkeys((*alone, *together, *(() if mode.deterministic else left))))
 
 
 def every_nth(found: Sequence[Variant], n: int) -> Iterator[Variant]:

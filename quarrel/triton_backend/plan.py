@@ -21,6 +21,7 @@ from quarrel.triton_backend.experts.host import is_hosted
 from quarrel.triton_backend.experts.joined import joins
 from quarrel.triton_backend.formats.int8x2 import readers, words
 from quarrel.triton_backend.formats.weights import Weights
+from quarrel.triton_backend.linear.left_parts import LeftParts, left_to_norms
 from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
 from quarrel.triton_backend.runtime.arrays import DTYPES, E4M3, Cache, Decoded, Packed, Slot
 from quarrel.triton_backend.runtime.buffers import Place, Scratch, place, view
@@ -90,6 +91,10 @@ class Plan(Site):
         self._ropes = {nodes[i].outputs[0].id: nodes[i] for i, _ in pairs}
         read = [(v.id, at) for i, at in pairs for v in nodes[i].inputs if isinstance(v, Value)]
         self._until |= {id: max(at, self._until.get(id, 0)) for id, at in read}
+        adds = [] if self.deterministic else left_to_norms(nodes, self.kept)
+        self._left_parts = {nodes[i].outputs[0].id: LeftParts() for i, _ in adds}
+        left = [(nodes[i].inputs[0], at) for i, at in adds]
+        self._until |= {v.id: max(at, self._until.get(v.id, 0)) for v, at in left if isinstance(v, Value)}
         self.nbytes = 0
         self.slots.update(self.inputs)
         self.slots.update({id: Slot(self._empty.view(p.dtype)) for id, p in self._place()[0].items()})
@@ -207,6 +212,9 @@ class Plan(Site):
 
     def rope_of(self, value: Value) -> Node | None:
         return self._ropes.get(value.id)
+
+    def left_parts(self, value: Value) -> LeftParts | None:
+        return self._left_parts.get(value.id)
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self._scratch.want(dim, width, dtype, self._empty.view(dtype))

@@ -13,6 +13,7 @@ import torch
 from quarrel.triton_backend.elementwise import norm, wgmma_x
 from quarrel.triton_backend.formats import fragment_codes, fragments
 from quarrel.triton_backend.linear import matmul, mma, tuned
+from quarrel.triton_backend.linear.left_parts import nothing
 from quarrel.triton_backend.linear.tuned import key, table
 from quarrel.triton_backend.runtime.launch import launch
 
@@ -104,7 +105,8 @@ def test_rows_are_arranged_as_threads_read_them(k: int) -> None:
 def test_a_norm_may_put_its_rows_there_itself(k: int) -> None:
     x, gain = torch.randn(3, k), torch.randn(k)
     to, wanted = (torch.full((8 * 768,), float("nan"), dtype=torch.float16) for _ in range(2))
-    launch(norm.norm_arranged, (8,), to, x, gain, 3, 1e-5, K=k, C=1024, PDL=False)
+    left, none = nothing(x)
+    launch(norm.norm_arranged, (8,), to, x, gain, left, 3, 1e-5, **none, K=k, C=1024, PDL=False)
     rows_of_x = x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() * gain
     launch(fragments.arrange, (3, 1), wanted, rows_of_x, 3, K=k, PDL=False)
     torch.testing.assert_close(to, wanted, rtol=2e-3, atol=1e-6)
@@ -172,7 +174,8 @@ def test_rows_for_warpgroups_count_columns_as_these_decode_them() -> None:
             assert torch.equal(made[step, :5], x[:, step * 128 + torch.from_numpy(columns)].half())
             assert not made[step, 5:].any()
     gain = torch.randn(k)
-    launch(wgmma_x.norm_arranged, (width,), normed, x, gain, 5, 1e-5, K=k, C=256, BT=width, PDL=False)
+    left, none = nothing(x)
+    launch(wgmma_x.norm_arranged, (width,), normed, x, gain, left, 5, 1e-5, **none, K=k, C=256, BT=width, PDL=False)
     rows_of_x = x * (x.square().mean(1, keepdim=True) + 1e-5).rsqrt() * gain
     launch(wgmma_x.arrange, (k // 128, width // 16), to, rows_of_x, 5, K=k, BT=width, PDL=False)
     torch.testing.assert_close(normed, to, rtol=2e-3, atol=1e-6)

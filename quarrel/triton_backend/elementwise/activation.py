@@ -18,6 +18,7 @@ from quarrel.ops.position import BY_POSITION, ByPositionSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.formats.int8x2 import store_int8x2
+from quarrel.triton_backend.linear.left_parts import stream_at
 from quarrel.triton_backend.runtime.launch import cdiv
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
 
@@ -27,15 +28,18 @@ BLOCKS = 8
 
 
 @triton.jit
-def normed_row(x, gain, row, tokens, eps, K: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr):
-    """RMS norm of a row of float32, [C]; zeros in a row beyond the last. Waits for x."""
+def normed_row(
+    x, gain, left, row, tokens, eps, K: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """RMS norm of a row of float32, [C]; zeros in a row beyond the last. Waits for x, or its parts (`left_parts.py`)."""
     column = tl.arange(0, C)
     weight = tl.load(gain + column, mask=column < K, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     there = K * tl.minimum(tokens - row, 1)  # columns: none, beyond the last row
-    value = tl.load(x + row * K + column, mask=column < there, other=0.0).to(tl.float32)
+    value = stream_at(x, left, row * K + column, column, column < there, column < K, PARTS, BIASED)
     return value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / K + eps)) * weight
 
 

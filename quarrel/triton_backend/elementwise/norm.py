@@ -22,6 +22,7 @@ from quarrel.ops.state import GATED_NORM, GatedNormSpec
 from quarrel.triton_backend.elementwise import ring_x, wgmma_x
 from quarrel.triton_backend.elementwise.activation import activate, normed_row
 from quarrel.triton_backend.formats.fragments import place_of
+from quarrel.triton_backend.linear.left_parts import nothing, stream_at
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
@@ -42,10 +43,11 @@ class Onto:
 
 @triton.jit(do_not_specialize=["runs"])
 def norm_rows(
-    y, x, gain, bias, stream, rounded, runs, K, eps, scale, factor, LAYER: tl.constexpr, ADDS: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
+    y, x, gain, bias, stream, rounded, left, runs, K, eps, scale, factor, LAYER: tl.constexpr, ADDS: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With ADDS, y = factor * (stream + scale * norm), of the norm as it is in the type of `rounded`."""
+    """With ADDS, y = factor * (stream + scale * norm), of the norm as it is in the type of `rounded`. PARTS need a tile of
+    all columns (`left_parts.py`)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     run = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
@@ -59,9 +61,9 @@ def norm_rows(
         weight = tl.load(gain + at, mask=at < K, other=0.0)
         if PDL:
             tl.extra.cuda.gdc_wait()
-        value = tl.load(p_x + at, mask=ok, other=0.0).to(tl.float32)
+        value = stream_at(x, left, run[:, None] * K + at, at, ok, at < K, PARTS, BIASED)
         if ADDS:
-            left = tl.load(stream + run[:, None] * K + at, mask=ok, other=0.0)
+            before = tl.load(stream + run[:, None] * K + at, mask=ok, other=0.0)
         if LAYER:
             value = tl.where(ok, value - tl.sum(value, 1)[:, None] / K, 0.0)
         by = 1.0 / tl.sqrt(tl.sum(value * value, 1)[:, None] / K + eps)
@@ -69,7 +71,7 @@ def norm_rows(
         if LAYER:
             value += tl.load(bias + at, mask=at < K, other=0.0)
         if ADDS:
-            value = added(left, value, rounded, scale, factor)
+            value = added(before, value, rounded, scale, factor)
         tl.store(y + run[:, None] * K + at, value.to(y.dtype.element_ty), mask=ok)
         return
     if PDL:
@@ -96,8 +98,8 @@ def norm_rows(
         if LAYER:
             value += tl.load(bias + at, mask=at < K, other=0.0)
         if ADDS:
-            left = tl.load(stream + run[:, None] * K + at, mask=ok, other=0.0)
-            value = added(left, value, rounded, scale, factor)
+            before = tl.load(stream + run[:, None] * K + at, mask=ok, other=0.0)
+            value = added(before, value, rounded, scale, factor)
         tl.store(y + run[:, None] * K + at, value.to(y.dtype.element_ty), mask=ok)
 
 
@@ -108,11 +110,14 @@ def added(left, value, rounded, scale, factor):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def norm_arranged(to, x, gain, tokens, eps, K: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr):
+def norm_arranged(
+    to, x, gain, left, tokens, eps, K: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """RMS norm of rows into the order of `fragments.arrange`; a program a row, of which those beyond the last are zero."""
     row = tl.program_id(0)
     column = tl.arange(0, C)
-    value = normed_row(x, gain, row, tokens, eps, K, C, PDL)
+    value = normed_row(x, gain, left, row, tokens, eps, K, C, PARTS, BIASED, PDL)
     tl.store(to + place_of(row, column, K), value.to(to.dtype.element_ty), mask=column < (K + 255) // 256 * 256)
 
 
@@ -208,13 +213,15 @@ def build_norm(site: Site, node: Node, onto: Onto | None = None) -> Launch:
     vectors = [site.vector(g) for g in gains]  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
     columns, runs_each = shape_of(spec.k)
+    leaves = site.left_parts(x)  # type: ignore[arg-type]
 
     def run(batch: Batch) -> None:
         runs = batch.count(axis) * spec.groups
+        left, constants = nothing(source.tensor) if leaves is None else leaves.take(source.tensor, spec.k <= columns)
         site.launch(
-            norm_rows, (cdiv(runs, runs_each),),
-            target.tensor, source.tensor, vectors[0], vectors[-1], stream.tensor, rounded.tensor, runs, spec.k, spec.eps,
-            scale, factor, LAYER=spec.kind == "layer", ADDS=onto is not None, R=runs_each, C=columns,
+            norm_rows, (cdiv(runs, runs_each),), target.tensor, source.tensor, vectors[0], vectors[-1], stream.tensor,
+            rounded.tensor, left, runs, spec.k, spec.eps, scale, factor, LAYER=spec.kind == "layer", ADDS=onto is not None,
+            R=runs_each, C=columns, **constants,
             warps=8 if columns > 2048 else 4, early=starts_early(site),
         )  # fmt: skip
 
@@ -238,9 +245,11 @@ def arranger(site: Site, node: Node) -> Callable[[Slot, Batch, int], None] | Non
     if spec.kind != "rms" or spec.groups != 1 or spec.k > _MOST_ARRANGED:
         return None
     source, gain = site.slot(node.inputs[0]), site.vector(node.inputs[1])  # type: ignore[arg-type]
+    leaves = site.left_parts(node.inputs[0])  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
 
     def fill(to: Slot, batch: Batch, width: int) -> None:
+        left, constants = nothing(source.tensor) if leaves is None else leaves.take(source.tensor)
         count, padded = batch.count(axis), cdiv(spec.k, 256) * 256
         kernel, shape = norm_arranged, {}
         if not width:
@@ -248,8 +257,8 @@ def arranger(site: Site, node: Node) -> Callable[[Slot, Batch, int], None] | Non
         elif width in wgmma_x.WIDTHS:
             kernel, shape = wgmma_x.norm_arranged, {"BT": width}
         site.launch(
-            kernel, (width or count,), to.tensor, source.tensor, gain, count, spec.eps, K=spec.k, **shape,
-            C=power_of_two(padded), warps=8 if spec.k > 2048 else 4, early=starts_early(site),
+            kernel, (width or count,), to.tensor, source.tensor, gain, left, count, spec.eps, **shape, **constants,
+            K=spec.k, C=power_of_two(padded), warps=8 if spec.k > 2048 else 4, early=starts_early(site),
         )  # fmt: skip
 
     return fill

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from quarrel.triton_backend.linear.left_parts import LeftParts
 from quarrel.triton_backend.runtime.arrays import Packed, Slot
 from quarrel.triton_backend.runtime.site import Batch, Launch
 
@@ -35,6 +36,8 @@ class Maps:
     alpha: float = 1.0
     activation: str = "none"
     """Of the gate, where the maps are gate and up, which have one format and shape, both or none a bias."""
+    left: LeftParts | None = None
+    """Where parts of K may be left, if the norm behind these maps adds them."""
     norm: Launch | None = None
     arrange: Arrange | None = None
     matvec: Launch | None = None

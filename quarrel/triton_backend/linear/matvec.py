@@ -158,7 +158,8 @@ def _linear(
             _one(site, m, row, y, residual, alpha)
 
     axis, _ = dims(target)
-    return ByRows(site, Maps(site.slot(x), [y], [m.weight], [m.bias], axis, residual, alpha, matvec=matvec))
+    left = None if residual is None else site.left_parts(target)
+    return ByRows(site, Maps(site.slot(x), [y], [m.weight], [m.bias], axis, residual, alpha, left=left, matvec=matvec))
 
 
 def build_gate_and_up(site: Site, maps: Sequence[Node], activation: Node) -> Launch:

@@ -20,6 +20,7 @@ from quarrel.triton_backend.formats.pack import ROWS_BESIDE
 from quarrel.triton_backend.formats.table import RING, by_name
 from quarrel.triton_backend.formats.weights import stored_as
 from quarrel.triton_backend.linear import mma
+from quarrel.triton_backend.linear.left_parts import MOST_ROWS, Parts
 from quarrel.triton_backend.linear.maps import Maps, Serves
 from quarrel.triton_backend.linear.matmul import Epilogue
 from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
@@ -385,8 +386,10 @@ class _Maps:
         self._product = Product(site, weights, self._n, maps.activation, () if three else maps.given)
         self._arranged = site.scratch("one", MOST * self._product.padded, torch.float16)
         plans = [self.plan(count) for count in range(1, MOST + 1)]
-        sums = max(0 if self._single(p) else p.parts * count for count, p in enumerate(plans, 1))
-        self._sums = site.scratch("one", max(1, sums * self._n))
+        sums = [0 if self._single(p) else p.parts * count * self._n for count, p in enumerate(plans, 1)]
+        kept = 0 if maps.left is None else MOST_ROWS
+        self._sums = site.scratch("one", max(1, *sums[kept:]))
+        self._kept_sums = None if maps.left is None else site.lasting("parts", max(1, *sums[:kept]), torch.float32)
 
     def plan(self, count: int) -> _Plan:
         """Parts of K until there are units for each program, where they may meet afterwards."""
@@ -427,7 +430,9 @@ class _Maps:
         if self._single(plan):
             product.launch(y, Rows(x, x.base, x.base, count), plan.cut)
             return
-        sums, stride = self._sums.tensor, count * self._n
+        left = maps.left if count <= MOST_ROWS else None
+        room = self._sums if left is None or self._kept_sums is None else self._kept_sums
+        sums, stride = room.tensor, count * self._n
         product.launch(sums, Rows(x, x.base, x.base, count), plan.cut, plan.parts, stride)
         biases, residual = maps.given, maps.residual
         if len(maps.ys) == 3:
@@ -438,7 +443,14 @@ class _Maps:
             )  # fmt: skip
             return
         more = Epilogue(biases[0] if biases else y, y, y if residual is None else residual.tensor)
-        site.launch(
-            add_parts, (count, cdiv(self._n, _COLUMNS)), y, sums, more, stride, maps.alpha, self._n, PARTS=plan.parts,
-            BIAS=bool(biases), ADD=residual is not None, C=_COLUMNS, early=early,
-        )  # fmt: skip
+
+        def add() -> None:
+            site.launch(
+                add_parts, (count, cdiv(self._n, _COLUMNS)), y, sums, more, stride, maps.alpha, self._n, PARTS=plan.parts,
+                BIAS=bool(biases), ADD=residual is not None, C=_COLUMNS, early=early,
+            )  # fmt: skip
+
+        if left is None:
+            add()
+        else:
+            left.leave(Parts(sums, more.bias, more.residual, stride, maps.alpha), plan.parts, bool(biases), add)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -13,6 +13,9 @@ from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, W
 from quarrel.ops.program import Node
 from quarrel.triton_backend.runtime.arrays import E4M3, Cache, Decoded, Packed, Slot
 from quarrel.triton_backend.runtime.launch import Launcher
+
+if TYPE_CHECKING:
+    from quarrel.triton_backend.linear.left_parts import LeftParts
 
 
 class Prompt(NamedTuple):
@@ -147,6 +150,10 @@ class Site(Protocol):
     def rope_of(self, value: Value) -> Node | None:
         """The ROPE_APPEND that makes these queries and leaves its work to the attention that reads them
         (`attention/rope.py`)."""
+        return None
+
+    def left_parts(self, value: Value) -> LeftParts | None:
+        """Where the map that makes this stream leaves parts of K to the norm that reads it first, if one does."""
         return None
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
