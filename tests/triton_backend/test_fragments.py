@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,10 +16,17 @@ from quarrel.triton_backend.formats import fragment_codes, fragments
 from quarrel.triton_backend.linear import matmul, mma, tuned
 from quarrel.triton_backend.linear.left_parts import nothing
 from quarrel.triton_backend.linear.tuned import key, table
-from quarrel.triton_backend.runtime.launch import launch
+from quarrel.triton_backend.runtime.launch import INTERPRETED, launch
 
 RNG = np.random.default_rng(5)
 ONE, ZERO = 0x3C003C00, 0
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    """Where tensors are made."""
+    with torch.device("cpu" if INTERPRETED else "cuda"):
+        yield
 
 
 def halves(word: int) -> np.ndarray:
@@ -171,7 +179,7 @@ def test_rows_for_warpgroups_count_columns_as_these_decode_them() -> None:
         columns = both.transpose(1, 4, 3, 0, 2).reshape(64)
         made = to.reshape(k // 64, width, 64)[half::2]
         for step in range(2):
-            assert torch.equal(made[step, :5], x[:, step * 128 + torch.from_numpy(columns)].half())
+            assert torch.equal(made[step, :5], x[:, step * 128 + torch.from_numpy(columns).to(x.device)].half())
             assert not made[step, 5:].any()
     gain = torch.randn(k)
     left, none = nothing(x)
