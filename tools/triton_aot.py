@@ -68,6 +68,7 @@ from quarrel.ops.linear import (
     linear,
     linear_add,
     norm_gate_up,
+    norm_linear,
 )
 from quarrel.ops.logprobs import LOGPROBS, MOST_LOGPROBS, LogprobsSpec
 from quarrel.ops.lora import CHOSEN_LINEAR, ChosenLinearSpec
@@ -555,7 +556,11 @@ def expert_block(
         y = linear_add(b, y, up, ref("down_s", width, shared))
     if normed:
         y = norm(b, NormSpec("rms", width, 1e-5), y, ref("gain_after", 1, width, GGMLType.F32))
-    return b.program(hidden=gather_rows(b, add(b, stream, y), b.input("out_rows")))
+    stream = add(b, stream, y)
+    gain_next = ref("gain_next", 1, width, GGMLType.F32)
+    (y,) = norm_linear(b, NormSpec("rms", width, 1e-5), stream, [gain_next], [(ref("next", width, width), None)])
+    stream = linear_add(b, stream, y, ref("onto", width, width))
+    return b.program(hidden=gather_rows(b, stream, b.input("out_rows")))
 
 
 def encoder_block(kind: Any) -> Program:

@@ -185,6 +185,18 @@ def lifetimes(fusions: Sequence[Fusion], nodes: Sequence[Node]) -> dict[int, int
     return until
 
 
+def until_added(
+    fusions: Sequence[Fusion], nodes: Sequence[Node], adds: Sequence[tuple[int, int]], until: Mapping[int, int]
+) -> dict[int, int]:
+    """The same of what nodes, each by itself or at the end of fusions, leave to a norm behind them (`left_parts.py`)."""
+    longer = dict(until)
+    for i, at in adds:
+        parts = {i, *(part for f in fusions if f.last == i for part in f.parts)}
+        for value in (v for part in parts for v in nodes[part].inputs if isinstance(v, Value)):
+            longer[value.id] = max(at, longer.get(value.id, 0))
+    return longer
+
+
 def by_node(fusions: Sequence[Fusion]) -> dict[int, list[Fusion]]:
     """Which fusions a node is part of, by its number: those of the fewest rows last."""
     found: dict[int, list[Fusion]] = {}
@@ -588,7 +600,7 @@ def _onto(down: Node, out: Value, stream: Value, scale: float) -> Build:
     def build(site: Site, alone: Launch) -> Launch:
         assert isinstance(alone, ExpertLaunch), alone
         assert alone.onto is not None
-        many = alone.onto(site.slot(out), site.slot(stream), scale)
+        many = alone.onto(site.slot(out), site.slot(stream), scale, site.left_parts(out))
         if alone.one_row is None:
             return many
         one = expert_matvec.matvec_down(site, down, out, stream, scale)

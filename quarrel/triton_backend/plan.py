@@ -91,10 +91,9 @@ class Plan(Site):
         self._ropes = {nodes[i].outputs[0].id: nodes[i] for i, _ in pairs}
         read = [(v.id, at) for i, at in pairs for v in nodes[i].inputs if isinstance(v, Value)]
         self._until |= {id: max(at, self._until.get(id, 0)) for id, at in read}
-        adds = [] if self.deterministic else left_to_norms(nodes, self.kept)
+        adds = left_to_norms(nodes, self.kept | left_alone)
         self._left_parts = {nodes[i].outputs[0].id: LeftParts() for i, _ in adds}
-        left = [(nodes[i].inputs[0], at) for i, at in adds]
-        self._until |= {v.id: max(at, self._until.get(v.id, 0)) for v, at in left if isinstance(v, Value)}
+        self._until |= fuse.until_added(fusions, nodes, adds, self._until)
         self.nbytes = 0
         self.slots.update(self.inputs)
         self.slots.update({id: Slot(self._empty.view(p.dtype)) for id, p in self._place()[0].items()})
@@ -114,6 +113,11 @@ class Plan(Site):
             return MOST_SPLITS
         kind = self.caches[0].kind if self.caches else "plain"
         return splits_for(specs, self.compute, kind, self.generation, multiprocessors(self.device))
+
+    def begin(self) -> None:
+        """Before the launches of a step: a step that failed may have left parts."""
+        for left in self._left_parts.values():
+            left.clear()
 
     def drop(self) -> None:
         """Lets go of what was built: launches refer to their plan, and would wait for a garbage collection."""

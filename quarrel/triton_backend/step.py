@@ -389,6 +389,7 @@ class TritonStep:
             self._plan.allocate()
 
     def _run(self, batch: Batch, want: str) -> None:
+        self._plan.begin()
         if self._watch is not None:
             self._watch.run(self._plan, self._masks[want], batch)
             return
@@ -413,6 +414,7 @@ class TritonStep:
 
     def _captured(self, batch: Batch, want: str) -> list[Callable[[], None]]:
         """The step as graphs, with what no graph may hold between them."""
+        self._plan.begin()
         wanted = [go for go, mark in zip(self._plan.launches, self._masks[want], strict=True) if mark]
         pieces: list[Callable[[], None]] = []
         for outside, piece in groupby(wanted, lambda go: isinstance(go, Outside)):

@@ -29,7 +29,7 @@ BLOCKS = 8
 
 @triton.jit
 def normed_row(
-    x, gain, left, row, tokens, eps, K: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
+    x, gain, left, row, tokens, eps, K: tl.constexpr, C: tl.constexpr, LEFT: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """RMS norm of a row of float32, [C]; zeros in a row beyond the last. Waits for x, or its parts (`left_parts.py`)."""
@@ -39,7 +39,8 @@ def normed_row(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     there = K * tl.minimum(tokens - row, 1)  # columns: none, beyond the last row
-    value = stream_at(x, left, row * K + column, column, column < there, column < K, PARTS, BIASED)
+    row = tl.minimum(row, tokens - 1)
+    value = stream_at(x, left, row, column, column < there, column < K, K, LEFT, PARTS)
     return value * (1.0 / tl.sqrt(tl.sum(value * value, 0) / K + eps)) * weight
 
 

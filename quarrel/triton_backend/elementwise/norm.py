@@ -44,9 +44,9 @@ class Onto:
 @triton.jit(do_not_specialize=["runs"])
 def norm_rows(
     y, x, gain, bias, stream, rounded, left, runs, K, eps, scale, factor, LAYER: tl.constexpr, ADDS: tl.constexpr,
-    R: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr, PDL: tl.constexpr,
+    R: tl.constexpr, C: tl.constexpr, LEFT: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """With ADDS, y = factor * (stream + scale * norm), of the norm as it is in the type of `rounded`. PARTS need a tile of
+    """With ADDS, y = factor * (stream + scale * norm), of the norm as it is in the type of `rounded`. LEFT needs a tile of
     all columns (`left_parts.py`)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -61,7 +61,8 @@ def norm_rows(
         weight = tl.load(gain + at, mask=at < K, other=0.0)
         if PDL:
             tl.extra.cuda.gdc_wait()
-        value = stream_at(x, left, run[:, None] * K + at, at, ok, at < K, PARTS, BIASED)
+        row = tl.minimum(run, runs - 1)[:, None]
+        value = stream_at(x, left, row, at, ok, at < K, K, LEFT, PARTS)
         if ADDS:
             before = tl.load(stream + run[:, None] * K + at, mask=ok, other=0.0)
         if LAYER:
@@ -111,13 +112,13 @@ def added(left, value, rounded, scale, factor):
 
 @triton.jit(do_not_specialize=["tokens"])
 def norm_arranged(
-    to, x, gain, left, tokens, eps, K: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
+    to, x, gain, left, tokens, eps, K: tl.constexpr, C: tl.constexpr, LEFT: tl.constexpr, PARTS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """RMS norm of rows into the order of `fragments.arrange`; a program a row, of which those beyond the last are zero."""
     row = tl.program_id(0)
     column = tl.arange(0, C)
-    value = normed_row(x, gain, left, row, tokens, eps, K, C, PARTS, BIASED, PDL)
+    value = normed_row(x, gain, left, row, tokens, eps, K, C, LEFT, PARTS, PDL)
     tl.store(to + place_of(row, column, K), value.to(to.dtype.element_ty), mask=column < (K + 255) // 256 * 256)
 
 

@@ -37,11 +37,11 @@ def arrange(to, x, K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, PDL: tl.c
 
 @triton.jit(do_not_specialize=["tokens"])
 def norm_arranged(
-    to, x, gain, left, tokens, eps, K: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
+    to, x, gain, left, tokens, eps, K: tl.constexpr, C: tl.constexpr, LEFT: tl.constexpr, PARTS: tl.constexpr,
     KP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """RMS norm of rows put there; a program a row, C columns of which K count."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, C)
-    value = normed_row(x, gain, left, row, tokens, eps, K, C, PARTS, BIASED, PDL)
+    value = normed_row(x, gain, left, row, tokens, eps, K, C, LEFT, PARTS, PDL)
     tl.store(to + row * KP + place_of(column), value.to(tl.float16), mask=column < KP)

@@ -44,13 +44,13 @@ def arrange(to, x, tokens, K: tl.constexpr, BT: tl.constexpr, PDL: tl.constexpr)
 
 @triton.jit(do_not_specialize=["tokens"])
 def norm_arranged(
-    to, x, gain, left, tokens, eps, K: tl.constexpr, C: tl.constexpr, PARTS: tl.constexpr, BIASED: tl.constexpr,
+    to, x, gain, left, tokens, eps, K: tl.constexpr, C: tl.constexpr, LEFT: tl.constexpr, PARTS: tl.constexpr,
     BT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """RMS norm of rows put there; a program a row, of which those beyond the last are zero."""
     row = tl.program_id(0)
     column = tl.arange(0, C)
-    value = normed_row(x, gain, left, row, tokens, eps, K, C, PARTS, BIASED, PDL)
+    value = normed_row(x, gain, left, row, tokens, eps, K, C, LEFT, PARTS, PDL)
     place = place_of(column % 128)
     at = (column // 128 * 2 + place // 64) * (BT * 64) + row * 64 + place % 64
     tl.store(to + at, value.to(tl.float16), mask=column < K)

@@ -22,6 +22,7 @@ from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.elementwise.activation import BLOCK, activate, gated_flat
 from quarrel.triton_backend.experts.kernels import ByPairs
 from quarrel.triton_backend.experts.maps import ExpertMaps, Grouping
+from quarrel.triton_backend.linear.left_parts import MOST_ROWS, LeftParts, Parts
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
 from quarrel.triton_backend.runtime.launch import Launcher, cdiv
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
@@ -119,8 +120,9 @@ class ExpertLaunch:
     products: Sequence[ByPairs]
     one_row: Launch | None = None
     """A step of one row, if it has a kernel of its own."""
-    onto: Callable[[Slot, Slot, float], Launch] | None = None
-    """Makes the launch, of any rows, that writes into the first the second, a stream, and the sum times a factor."""
+    onto: Callable[[Slot, Slot, float, LeftParts | None], Launch] | None = None
+    """Makes the launch, of any rows, that writes into the first the second, a stream, and the sum times a factor, or leaves
+    it to a norm."""
 
     def __call__(self, batch: Batch) -> None:
         (self.one_row if self.one_row is not None and batch.T == 1 else self.run)(batch)
@@ -188,10 +190,18 @@ class Sum(NamedTuple):
     rate: Slot | None = None  # act [T]: the last share times its sigmoid
 
 
-def build_mix(site: Site, sum: Sum, out: Slot, stream: Slot | None, scale: float) -> Launch:
-    """The sum, or a stream and the sum times a factor, into out `[T, n]`."""
+def build_mix(site: Site, sum: Sum, out: Slot, stream: Slot | None, scale: float, left: LeftParts | None = None) -> Launch:
+    """The sum, or a stream and the sum times a factor, into out `[T, n]`, or `left` to a norm."""
+    left = None if stream is None or sum.rate is not None else left
 
     def run(batch: Batch) -> None:
+        if left is None or stream is None:
+            add(batch)
+        else:
+            parts = Parts(sum.rows.tensor, sum.shares.tensor, stream.tensor, sum.n, scale)
+            left.leave(parts, "shares", sum.used, lambda: add(batch))
+
+    def add(batch: Batch) -> None:
         site.launch(
             mix_pairs, (batch.T, cdiv(sum.n, _COLUMNS)), out.tensor, sum.rows.tensor, sum.shares.tensor,
             out.tensor if stream is None else stream.tensor, scale, out.tensor if sum.rate is None else sum.rate.tensor,
@@ -212,12 +222,16 @@ def build_expert_down(site: Site, node: Node) -> ExpertLaunch:
     rows = site.scratch("T", spec.used * spec.n)
     product = ByPairs(site, ExpertMaps([stack], biases, spec.n_experts, spec.used, "none"))
 
-    def into(out: Slot, stream: Slot | None, scale: float) -> Launch:
-        mix = build_mix(site, Sum(rows, shares, spec.used, spec.n), out, stream, scale)
+    def into(out: Slot, stream: Slot | None, scale: float, left: LeftParts | None = None) -> Launch:
+        kept = rows if left is None else site.lasting("rows", MOST_ROWS * spec.used * spec.n, torch.float32)
+        many = Sum(rows, shares, spec.used, spec.n)
+        mix = build_mix(site, many, out, stream, scale)
+        leave = build_mix(site, many._replace(rows=kept), out, stream, scale, left)
 
         def run(batch: Batch) -> None:
-            product(rows, source, group(batch), batch.T * spec.used, 1)
-            mix(batch)
+            leaves = left is not None and batch.T <= MOST_ROWS
+            product(kept if leaves else rows, source, group(batch), batch.T * spec.used, 1)
+            (leave if leaves else mix)(batch)
 
         return run
 

@@ -33,15 +33,13 @@ class ByRows:
     """A launch of maps by the kernels that take them."""
 
     def __init__(self, site: Site, maps: Maps, kernels: Sequence[Kernel[Maps, Serves]] | None = None) -> None:
-        self._axis, self._norm, self._left = maps.axis, maps.norm, maps.left
+        self._axis, self._norm = maps.axis, maps.norm
         taken, self.declined = choose(KERNELS if kernels is None else kernels, site, maps)
         self._names, self._serves = [name for name, _ in taken], [serves for _, serves in taken]
 
     def __call__(self, batch: Batch) -> None:
         count = batch.count(self._axis)
         serves = self.serving(count)
-        if self._left is not None:
-            self._left.clear()
         if self._norm is not None and not serves.norms:
             self._norm(batch)
         serves.run(batch)

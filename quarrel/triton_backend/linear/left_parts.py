@@ -1,32 +1,36 @@
-"""Parts of K that a map onto the residual stream leaves to the norm behind it.
+"""What a map onto the residual stream leaves to the norm behind it: sums that the norm's launch adds to the stream.
 
-The ring (`ring.py`) cuts K, so that a few rows keep the device busy, and leaves float32 sums of each part. Where a norm is
-the first to read the stream that they belong to, its launch adds them, in order, and writes the stream: a launch less, and
-the stream is read once less.
+The ring (`ring.py`) cuts K, so that a few rows keep the device busy, and leaves float32 sums of each part; experts leave a
+row for each that a token has chosen. Where a norm is the first to read the stream that they belong to, its launch adds
+them, in order, and writes the stream: a launch less, and the stream is read once less.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import triton
 import triton.language as tl
 
 from quarrel.ops.contract import Value
-from quarrel.ops.linear import LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR
+from quarrel.ops.linear import ADD, LINEAR_ADD, NORM_GATE_UP, NORM_LINEAR
+from quarrel.ops.moe import EXPERT_DOWN
 from quarrel.ops.norm import NORM
 from quarrel.ops.program import Node
 
 MOST_ROWS = 128
 """Rows up to which parts are left: a norm has a program to a row."""
+Kind = Literal["", "parts", "biased", "shares"]
+"""Of what is left: nothing, parts of K without a bias and with one, rows of experts with their shares."""
 
 
 class Parts(NamedTuple):
-    """Sums of parts of K, and what makes the stream of them: residual + alpha * (their sum + bias)."""
+    """Sums of a stream of K columns, and what makes it of them: residual + alpha * (their sum + bias), or the sum of rows
+    that are each multiplied with a share."""
 
-    sums: Any  # float32 [parts, rows, K], `stride` values apart
-    bias: Any  # float32 [K], read if BIAS
+    sums: Any  # float32 [parts, rows, K], `stride` values apart; of experts [rows, parts, K]
+    more: Any  # float32: a bias [K], or shares [rows, parts]; else not read
     residual: Any  # float32 [rows, K]
     stride: int
     alpha: float
@@ -36,26 +40,26 @@ class LeftParts:
     """Between one map and the norm behind it: what the map left in this step, if anything."""
 
     def __init__(self) -> None:
-        self._parts: Parts | None = None
-        self._count, self._bias, self._add = 0, False, _nothing
+        self.clear()
 
     def clear(self) -> None:
-        """Nothing is left, as the map may write the stream itself."""
-        self._parts = None
+        """Nothing is left."""
+        self._parts: Parts | None = None
+        self._kind: Kind = ""
+        self._count, self._add = 0, _nothing
 
-    def leave(self, parts: Parts, count: int, bias: bool, add: Callable[[], None]) -> None:
-        """So many parts, with a bias or without; `add` launches what writes the stream by itself."""
-        self._parts, self._count, self._bias, self._add = parts, count, bias, add
+    def leave(self, parts: Parts, kind: Kind, count: int, add: Callable[[], None]) -> None:
+        """So many parts; `add` launches what writes the stream by itself."""
+        self._parts, self._kind, self._count, self._add = parts, kind, count, add
 
     def take(self, x: Any, fits: bool = True) -> tuple[Parts, dict[str, Any]]:
         """What a norm of the stream `x` adds, and its kernel's constants; where they do not fit, a launch adds it now."""
-        left, self._parts = self._parts, None
-        if left is not None and not fits:
-            self._add()
-            left = None
-        if left is None:
-            return nothing(x)
-        return left, {"PARTS": self._count, "BIASED": self._bias}
+        left, constants, add = self._parts, {"LEFT": self._kind, "PARTS": self._count}, self._add
+        self.clear()
+        if left is not None and fits:
+            return left, constants
+        add()
+        return nothing(x)
 
 
 def _nothing() -> None:
@@ -64,35 +68,46 @@ def _nothing() -> None:
 
 def nothing(x: Any) -> tuple[Parts, dict[str, Any]]:
     """For a kernel that reads a stream which is there."""
-    return Parts(x, x, x, 0, 1.0), {"PARTS": 0, "BIASED": False}
+    return Parts(x, x, x, 0, 1.0), {"LEFT": "", "PARTS": 0}
 
 
 @triton.jit
-def stream_at(x, left, at, column, ok, in_row, PARTS: tl.constexpr, BIASED: tl.constexpr):
-    """The stream x at these places, which are of these columns; with PARTS made of them, and stored there. float32."""
-    if PARTS == 0:
-        return tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+def stream_at(x, left, row, column, ok, in_row, K, LEFT: tl.constexpr, PARTS: tl.constexpr):
+    """The stream x in these rows, which there are, and columns, float32, zero where not `ok`; where something is LEFT made
+    of that, and stored there."""
+    at = row * K + column
+    if LEFT == "":
+        total = tl.load(x + at, mask=ok, other=0.0).to(tl.float32)
+    elif LEFT == "shares":
+        place = row * PARTS
+        total = at * 0.0
+        for j in tl.static_range(PARTS):
+            total += tl.load(left.more + place + j) * tl.load(left.sums + (place + j) * K + column, mask=ok, other=0.0)
     else:
         total = tl.load(left.sums + at, mask=ok, other=0.0)
         for part in tl.static_range(1, PARTS):
             total += tl.load(left.sums + part * left.stride + at, mask=ok, other=0.0)
-        if BIASED:
-            total += tl.load(left.bias + column, mask=in_row, other=0.0)
+        if LEFT == "biased":
+            total += tl.load(left.more + column, mask=in_row, other=0.0)
+    if LEFT != "":
         total = tl.load(left.residual + at, mask=ok, other=0.0) + left.alpha * total
         tl.store(x + at, total, mask=ok)
-        return tl.where(ok, total, 0.0)
+        total = tl.where(ok, total, 0.0)
+    return total
 
 
 def left_to_norms(nodes: Sequence[Node], kept: set[int]) -> list[tuple[int, int]]:
-    """LINEAR_ADDs of a step's tokens whose stream a norm is the first to read, where whoever else reads it does so behind
-    that norm's results: places of both among the nodes."""
+    """Nodes that add to the stream of a step's tokens, a map or experts, where a norm is the first to read that, and
+    whoever else reads it does so behind the norm's results: places of both."""
     readers: dict[int, list[int]] = {}
+    maker: dict[int, Node] = {}
     for i, node in enumerate(nodes):
+        maker |= {v.id: node for v in node.outputs}
         for value in {v.id for v in node.inputs if isinstance(v, Value)}:
             readers.setdefault(value, []).append(i)
     found = []
     for i, node in enumerate(nodes):
-        if node.op is not LINEAR_ADD:
+        if node.op is not LINEAR_ADD and not (node.op is ADD and _of_experts(node, maker)):
             continue
         (out,) = node.outputs
         by = readers.get(out.id, [])
@@ -105,6 +120,12 @@ def left_to_norms(nodes: Sequence[Node], kept: set[int]) -> list[tuple[int, int]
         if all(any(isinstance(v, Value) and v.id in behind for v in nodes[r].inputs) for r in by[1:]):
             found.append((i, by[0]))
     return found
+
+
+def _of_experts(add: Node, maker: Mapping[int, Node]) -> bool:
+    """Whether an ADD's second term is made by experts, or by a shared one beside them."""
+    value = add.inputs[1]
+    return isinstance(value, Value) and value.id in maker and maker[value.id].op in (EXPERT_DOWN, LINEAR_ADD)
 
 
 def _norms(node: Node, x: Value) -> bool:

@@ -20,7 +20,7 @@ from quarrel.triton_backend.formats.pack import ROWS_BESIDE
 from quarrel.triton_backend.formats.table import RING, by_name
 from quarrel.triton_backend.formats.weights import stored_as
 from quarrel.triton_backend.linear import mma
-from quarrel.triton_backend.linear.left_parts import MOST_ROWS, Parts
+from quarrel.triton_backend.linear.left_parts import MOST_ROWS, Kind, Parts
 from quarrel.triton_backend.linear.maps import Maps, Serves
 from quarrel.triton_backend.linear.matmul import Epilogue
 from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
@@ -453,4 +453,5 @@ class _Maps:
         if left is None:
             add()
         else:
-            left.leave(Parts(sums, more.bias, more.residual, stride, maps.alpha), plan.parts, bool(biases), add)
+            kind: Kind = "biased" if biases else "parts"
+            left.leave(Parts(sums, more.bias, more.residual, stride, maps.alpha), kind, plan.parts, add)
