@@ -93,7 +93,7 @@ from quarrel.ops.sample import SAMPLE, SampleSpec
 from quarrel.ops.state import CONV, GATED_NORM, SCAN1, SCAN2, ConvSpec, GatedNormSpec, Scan1Spec, Scan2Spec, conv
 from quarrel.triton_backend.backend import REGISTRY
 from quarrel.triton_backend.elementwise import post_norm
-from quarrel.triton_backend.formats.table import NATIVE
+from quarrel.triton_backend.formats.table import INTEGERS, NATIVE
 from quarrel.triton_backend.formats.weights import META, Blank
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime.arrays import DTYPES, Slot
@@ -600,6 +600,23 @@ def sandwich_block(width: int, factor: float, pre: bool) -> Program:
     return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
 
 
+def per_layer_block(width: int, each: int, type: GGMLType) -> Program:
+    """What Gemma 4 E has behind a feed-forward: a norm added to the stream, a map of it, its gate, and a map of that."""
+    b, spec = Builder(), NormSpec("rms", width, 1e-6)
+
+    def ref(name: str, rows: int, k: int, type: GGMLType = type) -> WeightRef:
+        return WeightRef(name, type, rows, k)
+
+    gain, second = (ref(name, 1, width, GGMLType.F32) for name in ("gain", "second"))
+    h = embedding(b, b.input("ids"), ref("embd", 64, width))
+    p = linear(b, h, ref("p", 2 * each, width), out="f32")
+    h = add(b, h, norm(b, spec, linear(b, h, ref("down", width, width)), gain))
+    gate = linear(b, h, ref("gate", each, width))
+    y = gated(b, GatedSpec("gelu_tanh", each, width=2 * each, start=each), gate, p)
+    h = add(b, h, norm(b, replace(spec, out="f32"), linear(b, y, ref("proj", width, each)), second))
+    return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
+
+
 def normed_block(heads: int, n_kv: int, dim: int) -> Program:
     """Norms of queries, keys and values, and one that a rotation follows."""
     b, width = Builder(), 1024
@@ -712,6 +729,7 @@ def variants(
             *(expert_block(*b) for b in EXPERT_BLOCKS),
             *map(encoder_block, ("layer", "rms")),
             *(sandwich_block(*s) for s in SANDWICHES),
+            *(per_layer_block(2560, 256, type) for type in formats if type.name in INTEGERS),
             *(normed_block(*n) for n in NORMED),
             pair_block(2816),
             gates_block(2048, 3),

@@ -49,6 +49,8 @@ def compiled(process: Forked, *arguments: str) -> dict[str, object]:
         ("sm_90", "Q8_0", "float16", "head_norms", 1),
         ("sm_90", "Q8_0", "float16", "rope_rows", 1),
         ("sm_90", "Q8_0", "float16", "gated_conv", 1),
+        ("sm_90", "Q4_K", "float16", "gated_matvec", 1),
+        ("sm_90", "Q8_0", "float16", "norm_add_matvec", 1),
     ],
     ids=[
         "linear sm_90",
@@ -62,6 +64,8 @@ def compiled(process: Forked, *arguments: str) -> dict[str, object]:
         "norms of heads",
         "rotation",
         "gates",
+        "own gate",
+        "own norm",
     ],
 )
 def test_kernels_compile_without_spills(

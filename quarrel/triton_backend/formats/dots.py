@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from quarrel.triton_backend.formats.int8_dots import masked_load, opaque, split4
+from quarrel.triton_backend.formats.int8x2 import to_int8x2
 from quarrel.triton_backend.formats.table import format_of, word_columns
 
 
@@ -76,6 +77,28 @@ def _for_nibbles(x, start, K: tl.constexpr, W: tl.constexpr, ASM: tl.constexpr):
 @triton.jit
 def _words(p, ok, S: tl.constexpr, MASK: tl.constexpr):
     return split4(masked_load(p, ok, MASK)[None, :], 1, S)
+
+
+@triton.jit
+def made_x(FORMAT: tl.constexpr, v):
+    """`load_x` of a whole row [B, 2, 16] float32 that is in registers, for a format that reads int8x2."""
+    B: tl.constexpr = v.shape[0]
+    high, low, s, sums = to_int8x2(v)
+    if word_columns(FORMAT) == 4:
+        ha, hb, hc, hd = split4(tl.reshape(high, (1, B * 8)), 1, B * 2)
+        la, lb, lc, ld = split4(tl.reshape(low, (1, B * 8)), 1, B * 2)
+        s, _, _, _ = split4(tl.reshape(tl.broadcast_to(s[:, None, None], (B, 2, 4)), (1, B * 8)), 1, B * 2)
+        row = (ha, hb, hc, hd, la, lb, lc, ld, s)
+    else:
+        x, u = tl.split(tl.permute(high, (0, 2, 1)))
+        y, v = tl.split(tl.permute(low, (0, 2, 1)))
+        xa, xb, xc, xd = split4(tl.reshape(x, (1, B * 4)), 1, B)
+        ya, yb, yc, yd = split4(tl.reshape(y, (1, B * 4)), 1, B)
+        ua, ub, uc, ud = split4(tl.reshape(u, (1, B * 4)), 1, B)
+        va, vb, vc, vd = split4(tl.reshape(v, (1, B * 4)), 1, B)
+        first, second = tl.split(sums)
+        row = xa, xb, xc, xd, ya, yb, yc, yd, ua, ub, uc, ud, va, vb, vc, vd, s[None, :], first[None, :], second[None, :]
+    return row
 
 
 @triton.jit
