@@ -10,19 +10,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from quarrel.gguf import GGMLType
-from quarrel.ops.activation import Activation, GatedSpec, cap, gated, plain
+from quarrel.gguf import GGMLType, GGUFFile
+from quarrel.models import Tensors, assemble
+from quarrel.ops.activation import LARGEST, Activation, GatedSpec, cap, gated, plain
 from quarrel.ops.contract import Value, rel_error
 from quarrel.ops.embedding import embedding, gather_rows
-from quarrel.ops.linear import add, linear
+from quarrel.ops.linear import LINEAR, add, linear
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import Program
+from quarrel.ops.registry import lower
 from quarrel.triton_backend import fuse
-from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.backend import REGISTRY, TritonBackend
 from quarrel.triton_backend.linear import own_row
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.step import TritonStep
+from tests.models.test_reference_logits import specify
+from tests.paths import need_cases
 from tests.triton_backend.test_fuse import launches, ref
 from tests.triton_backend.test_step import LIMITS, VOCAB, Reference, Weights, batch
 
@@ -180,3 +184,19 @@ def test_what_programs_read_lives_until_they_have_read_it(backend: TritonBackend
         spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in (plan.slot(v).tensor for v in values))  # type: ignore[arg-type]
         assert all(end <= start for (_, end), (start, _) in pairwise(spans))
     step.close()
+
+
+@pytest.mark.parametrize(
+    ("arch", "variant", "ahead"), [("gemma4_e", "q4_k_m", ["gated", "norm"]), ("gemma3n", "q4_0x", ["gated"])]
+)
+def test_models_have_them_in_each_layer(arch: str, variant: str, ahead: list[str]) -> None:
+    """Gemma 3n mixes its streams between a sum and the map of one; ten of its layers keep the largest gates only."""
+    folder = need_cases(arch)
+    with GGUFFile.open(folder / f"model-{variant}.gguf") as file:
+        spec = specify(file, folder, variant)
+        made = assemble(spec, Tensors(file))
+    nodes = [choice.node for choice in lower(made, REGISTRY)]
+    found = fuse.find(nodes, "float16", {v.id for v in made.outputs.values()})
+    firsts = Counter(nodes[f.first].op.name for f in found if nodes[f.last].op is LINEAR)
+    more = sum(node.op is LARGEST for node in nodes)
+    assert firsts - Counter(gated=more) == dict.fromkeys(ahead, len(spec.layers))

@@ -38,7 +38,7 @@ from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_earl
 MOST_GATED = 1024
 """Columns of a gate that every program computes."""
 MOST_NORMED = 4096
-"""Columns of a norm that every program computes, 8 to 16 a thread."""
+"""Columns of a norm that every program computes, at most 16 a thread."""
 MOST_OUTPUTS = 512
 _PROGRAMS = 132
 """At most of a norm: all run at once."""
