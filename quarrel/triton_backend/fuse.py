@@ -537,8 +537,9 @@ def _own_sum(
         return None
     norm, add, *caps = (nodes[i] for i in parts)
     made = NormAdd(norm, add, caps[0] if caps else None)
-    by = sorted(readers.get(made.last.outputs[0].id, ()))
-    rounded = [i for i in by if int8x2.reads_int8x2(nodes[i], compute)]
+    h = made.last.outputs[0].id
+    by = sorted(readers.get(h, ()))
+    rounded = [i for i in by if h in int8x2.readers([nodes[i]], compute)[0]]
     if not rounded or rounded != by[:1] or not own_row.takes_norm_add(made, nodes[by[0]], compute):
         return None
     return Fusion(dict.fromkeys(parts) | {by[0]: lambda site, _: own_row.build_norm_add(site, made, nodes[by[0]])})
