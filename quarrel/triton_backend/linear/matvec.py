@@ -28,8 +28,15 @@ from quarrel.triton_backend.formats.table import FLOATS, INTEGERS, by_name, has_
 from quarrel.triton_backend.linear.composite import maps_of
 from quarrel.triton_backend.linear.kernels import WITHOUT_COPIES, ByRows
 from quarrel.triton_backend.linear.maps import Maps
-from quarrel.triton_backend.linear.matvec_kernels import gate_up, matvec, matvecs, norm_gate_up
-from quarrel.triton_backend.linear.matvec_tiles import Walk, gate_tile_for, multiprocessors, tile_for, tiles_for, walk_for
+from quarrel.triton_backend.linear.matvec_kernels import Normed, gate_up, matvec, matvecs, norm_gate_up
+from quarrel.triton_backend.linear.matvec_tiles import (
+    Walk,
+    gate_tile_for,
+    multiprocessors,
+    norms_inside,
+    tiles_for,
+    walk_for,
+)
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Planes, Slot
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
@@ -61,6 +68,18 @@ class Row:
             return self.plain.tensor
         assert self.int8x2 is not None
         return self.int8x2.tensor if isinstance(self.int8x2, Slot) else self.int8x2
+
+
+@dataclass(frozen=True)
+class RowToNorm:
+    """One row of activations that every program normalises."""
+
+    x: Slot
+    gain: torch.Tensor
+    eps: float
+
+    def of(self, format: str) -> Normed:
+        return Normed(self.x.tensor, self.gain, self.eps)
 
 
 @dataclass(frozen=True)
@@ -96,21 +115,22 @@ def _row(site: Site, value: Value, format: str) -> tuple[Row, Launch | None]:
     return Row(source, to), prepare
 
 
-def _one(site: Site, m: Map, row: Row, y: Slot, residual: Slot | None, alpha: float) -> None:
-    w = m.weight
-    tile = tile_for(w.format, w.n, w.k)
+def _one(site: Site, m: Map, row: Row | RowToNorm, y: Slot, residual: Slot | None, alpha: float) -> None:
+    w, norm = m.weight, isinstance(row, RowToNorm)
+    (tile,) = tiles_for([w.format], w.n, w.k, norm)
     none = y.tensor
     site.launch(
         matvec, (cdiv(w.n, tile.rows),), y.tensor, row.of(w.format), m.planes, none if m.bias is None else m.bias,
         none if residual is None else residual.tensor, alpha, w.n, K=w.k, FORMAT=w.format, BIAS=m.bias is not None,
-        ADD=residual is not None, R=tile.rows, W=tile.words, DEEP=tile.deep, ASM=not INTERPRETED, warps=tile.warps,
-        early=starts_early(site),
+        ADD=residual is not None, R=tile.rows, W=tile.words, DEEP=tile.deep, NORM=norm, ASM=not INTERPRETED,
+        warps=tile.warps, early=starts_early(site),
     )  # fmt: skip
 
 
-def _several(site: Site, maps: Sequence[Map], row: Row, ys: Sequence[Slot]) -> None:
+def _several(site: Site, maps: Sequence[Map], row: Row | RowToNorm, ys: Sequence[Slot]) -> None:
     """Two to four maps of one row and one K; a third that is missing has no rows."""
-    tiles = tiles_for([m.weight.format for m in maps], sum(m.weight.n for m in maps), maps[0].weight.k)
+    norm = isinstance(row, RowToNorm)
+    tiles = tiles_for([m.weight.format for m in maps], sum(m.weight.n for m in maps), maps[0].weight.k, norm)
     rows, warps = tiles[0].rows, tiles[0].warps
     programs = sum(cdiv(m.weight.n, rows) for m in maps)
     ns = [m.weight.n for m in maps] + [0] * (3 - len(maps))
@@ -121,7 +141,7 @@ def _several(site: Site, maps: Sequence[Map], row: Row, ys: Sequence[Slot]) -> N
         matvecs, (programs,), y, tuple(row.of(f) for f in formats), tuple(m.planes for m in maps),
         tuple(y[i] if m.bias is None else m.bias for i, m in enumerate(maps)), tuple(ns), K=maps[0].weight.k,
         FORMATS=formats, BIAS=maps[0].bias is not None, R=rows, WORDS=tuple(t.words for t in tiles), DEEP=tiles[0].deep,
-        ASM=not INTERPRETED, warps=warps, early=starts_early(site),
+        NORM=norm, ASM=not INTERPRETED, warps=warps, early=starts_early(site),
     )  # fmt: skip
 
 
@@ -238,7 +258,12 @@ def norm_linear_row(site: Site, node: Node, fill: Fill | None = None) -> Launch:
         maps.append(_map(site, rest[:count]))
         del rest[:count]
     ys = [site.slot(v) for v in node.outputs]
-    row, normed = _normed(site, spec.norm, node.inputs, [m.weight.format for m in maps], fill)
+    formats, n = [m.weight.format for m in maps], sum(m.weight.n for m in maps)
+    row: Row | RowToNorm
+    if fill is None and norms_inside(formats, n, spec.norm.k):
+        row, normed = RowToNorm(site.slot(node.inputs[0]), site.vector(node.inputs[1]), spec.norm.eps), None
+    else:
+        row, normed = _normed(site, spec.norm, node.inputs, formats, fill)
     # One launch has either biases throughout or none.
     groups = [
         chosen[i : i + _AT_ONCE]
@@ -248,7 +273,8 @@ def norm_linear_row(site: Site, node: Node, fill: Fill | None = None) -> Launch:
     ]
 
     def one_row(batch: Batch) -> None:
-        normed(batch)
+        if normed is not None:
+            normed(batch)
         for group in groups:
             if len(group) == 1:
                 _one(site, maps[group[0]], row, ys[group[0]], None, 1.0)
