@@ -192,7 +192,7 @@ def tiles_for(formats: Sequence[str], n: int, k: int, norm: bool = False) -> lis
 def norms_inside(formats: Sequence[str], n: int, k: int) -> bool:
     """Whether the programs of maps of one row, `n` outputs in all, each compute its norm: by formats and shape alone.
 
-    By count (sm_90): 320 to 370 instructions a thread, which has 32 columns of whole rows. 2^20 columns are 1024 warps: at
+    By count (sm_90): 330 to 380 instructions a thread, which has 32 columns of whole rows. 2^20 columns are 1024 warps: at
     most 0.4 us of an H200's 528 schedulers. What goes is a launch of 1.3 us.
     """
     columns = _columns_behind_a_norm(k)
