@@ -45,16 +45,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from quarrel.gguf import GGMLType
 from quarrel.ops.activation import CAP, GATED, PLAIN, CapSpec, GatedSpec, PlainSpec, cap, gated, plain
 from quarrel.ops.adjust import ADJUST, AdjustSpec
-from quarrel.ops.attention import (
-    ATTENTION,
-    KV_APPEND,
-    ROPE_APPEND,
-    AttentionSpec,
-    KVAppendSpec,
-    RopeAppendSpec,
-    attention,
-    rope_append,
-)
+from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, AttentionSpec, KVAppendSpec, RopeAppendSpec
 from quarrel.ops.contract import CacheRef, Compute, ConstRef, Op, Operand, Param, StateRef, Value, WeightRef
 from quarrel.ops.delta import DELTA, DELTA_MIX, DeltaMixSpec, DeltaSpec
 from quarrel.ops.embedding import EMBEDDING, GATHER_ROWS, EmbeddingSpec, GatherRowsSpec, embedding, gather_rows
@@ -411,9 +402,6 @@ def variant(kernel: Any, compute: str, args: Sequence[Any], constants: dict[str,
             return _POINTERS[given.dtype]
         if isinstance(given, float):
             return "fp32"
-        if given is None:
-            fixed[path] = None
-            return "constexpr"
         if given == 1 and not plain:
             fixed[path] = 1
             return "constexpr"
@@ -651,24 +639,6 @@ def normed_block(heads: int, n_kv: int, dim: int) -> Program:
     return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
 
 
-def attention_block(heads: int, n_kv: int, rope_spec: RopeSpec, norms: int) -> Program:
-    """Attention behind norms of query and key, and of value if there are three; behind one, over another layer's keys."""
-    b, width, dim = Builder(), 1024, rope_spec.head_dim
-    h = embedding(b, b.input("ids"), WeightRef("embd", GGMLType.Q8_0, 64, width))
-    counts, gain = (heads, n_kv, n_kv, heads), WeightRef("gain", GGMLType.F32, 1, dim)
-    xs = [linear(b, h, WeightRef(f"x{i}", GGMLType.Q8_0, n * dim, width)) for i, n in enumerate(counts)]
-    normed = [norm(b, NormSpec("rms", dim, 1e-6, n), x, gain) for n, x in zip(counts[:norms], xs)]
-    turns = [replace(rope_spec, n_heads=n) for n in counts]
-    cache, freq = b.cache(KVLayer(n_kv, dim)), ConstRef("freq", (0.0,) * rope_spec.n_freq)
-    q = rope_append(b, RopeAppendSpec(*turns[:2]), *(*normed, *xs[norms:])[:3], freq, cache)
-    spec = AttentionSpec(heads, n_kv, dim, 1.0)
-    h = linear_add(b, h, attention(b, spec, q, cache), WeightRef("y", GGMLType.F16, width, heads * dim))
-    if norms == 1:
-        q = rope(b, turns[3], norm(b, NormSpec("rms", dim, 1e-6, heads), xs[3], gain), rotated_by(b, turns[3]), freq)
-        h = linear_add(b, h, attention(b, spec, q, cache), WeightRef("z", GGMLType.F16, width, heads * dim))
-    return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
-
-
 def pair_block(width: int) -> Program:
     """Two norms whose sum is normalised, added to the stream and normalised again."""
     b, spec = Builder(), NormSpec("rms", width, 1e-6)
@@ -719,16 +689,6 @@ def stream_block(width: int, ffn: int, bias: bool) -> Program:
     return b.program(hidden=gather_rows(b, h, b.input("out_rows")))
 
 
-ATTENTIONS = (
-    (32, 8, RopeSpec("neox", 0, 128, 128), 2),  # Qwen 3
-    (16, 8, RopeSpec("norm", 0, 64, 64), 2),
-    (8, 2, RopeSpec("neox", 0, 256, 256), 3),  # Gemma 4 E4B
-    (8, 2, RopeSpec("neox", 0, 256, 256), 1),
-    (8, 2, RopeSpec("neox", 0, 512, 512), 3),
-    (8, 2, RopeSpec("neox", 0, 512, 512), 1),
-    (16, 2, RopeSpec("neox", 0, 256, 64, axes=3), 2),  # Qwen 3.5
-)
-"""Query heads, key heads, their rotation, and how many of query, key and value have norms."""
 NORMED = ((8, 2, 256), (8, 2, 512), (32, 8, 128))
 """Heads, key heads and head_dim of Gemma 4 and Qwen 3."""
 SANDWICHES = ((256, 1.0, True), (2560, 0.5, True), (2560, 1.0, False), (5376, 1.0, True))
@@ -737,15 +697,8 @@ STREAMS = ((4096, 14336, False), (2880, 4096, True))
 """Width, columns of the map onto the stream, and whether it has a bias, of Mistral-7B and gpt-oss."""
 
 
-def _step(tokens: int) -> Batch:
-    return Batch(tokens, 1, 1, tokens == 1, tokens > 1, 1)
-
-
-_SEVERAL = tuple(map(_step, (8, 32, 64)))
-
-
-def record_block(program: Program, compute: Compute, generation: int, batches: Sequence[Batch] = ()) -> Iterator[Variant]:
-    """The kernels of its steps: of these batches, or of one row, of some, and of one sequence behind more keys."""
+def record_block(program: Program, compute: Compute, generation: int, counts: Sequence[int] = (1, 8)) -> Iterator[Variant]:
+    """The kernels of its steps of so many rows."""
     seen: list[Variant] = []
 
     def note(
@@ -759,14 +712,13 @@ def record_block(program: Program, compute: Compute, generation: int, batches: S
     slots = {v.id: ints for v in program.inputs.values()}
     kept, rows = {v.id for v in program.outputs.values()}, {"T": 64, "S": 64, "R": 64, "items": 64}
     plan = Plan(
-        post_norm.fused(lower(program, REGISTRY), kept, compute), slots, kept, rows, Blank(compute),
-        [allocate(layer, 4, 32, DTYPES[compute], META) for layer in program.caches],
+        post_norm.fused(lower(program, REGISTRY), kept, compute), slots, kept, rows, Blank(compute), [],
         [allocate_state(layer, 4, META) for layer in program.states],
         Tables(ints, ints), compute, META, note, False, generation,
     )  # type: ignore[arg-type]  # fmt: skip
-    for batch in batches or (*map(_step, (1, 8)), LONGER, MANY[0]):
+    for tokens in counts:
         for go in plan.launches:
-            go(batch)
+            go(Batch(tokens, 1, 1, tokens == 1, tokens > 1, 1))
     yield from seen
 
 
@@ -786,13 +738,12 @@ def variants(
             *(sandwich_block(*s) for s in SANDWICHES),
             *(per_layer_block(2560, 256, type) for type in formats if type.name in INTEGERS),
             *(normed_block(*n) for n in NORMED),
-            *(attention_block(*a) for a in ATTENTIONS),
             pair_block(2816),
             gates_block(2048, 3),
         ]
     )
     together = (v for c in computes for program in programs for v in record_block(program, c, generation))
-    left = (v for c in computes for s in STREAMS for v in record_block(stream_block(*s), c, generation, _SEVERAL))
+    left = (v for c in computes for s in STREAMS for v in record_block(stream_block(*s), c, generation, (8, 32, 64)))
     return list(dict.fromkeys((*alone, *together, *(() if mode.deterministic else left))))
 
 

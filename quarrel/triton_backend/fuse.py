@@ -11,8 +11,6 @@
     own rows  a gate in the map of its few columns, a norm added to the stream in the map of few outputs behind it: one
               launch for two, of one row (`linear/own_row.py`)
     stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that; of any rows
-    left      of one sequence's new token norms of heads before attention, and the rotation of queries over another layer's
-              keys: no launch, as the attention computes them (`attention/left.py`)
     latent    before attention over compressed keys the norm of its values, the rotation and the append, in steps without
               prompts; of one row, behind it the map of heads that adds its splits: one launch and two
     experts   of one row with a shared one: two launches for both of the above and the chosen experts (`experts/shared.py`),
@@ -40,7 +38,6 @@ from quarrel.ops.program import Node
 from quarrel.ops.rope import ROPE
 from quarrel.ops.state import CONV
 from quarrel.triton_backend.attention import latent, rope
-from quarrel.triton_backend.attention.left import Left, unless_of_one
 from quarrel.triton_backend.elementwise import head_norms
 from quarrel.triton_backend.elementwise.activation import build_rounded
 from quarrel.triton_backend.elementwise.head_norms import HeadNorms
@@ -88,11 +85,9 @@ class Fusion:
         return max(self.parts)
 
 
-def find(
-    nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = False, left: Sequence[Left] = ()
-) -> list[Fusion]:
+def find(nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = False) -> list[Fusion]:
     """The fusions among nodes; values of `kept` are results, so they are not passed over. `joins`: the device computes
-    shared experts among the chosen ones. `left`: what attentions do of the nodes before them."""
+    shared experts among the chosen ones."""
     if compute == "float32":
         return []
     maker: dict[int, int] = {}
@@ -126,9 +121,8 @@ def find(
             found += [_with_shared(nodes, i, found, source, maker), _stream(nodes, i, source)]
             found += _normed(nodes, i, source, readers, kept, compute)
     fusions = [f for f in found if f is not None]
-    fusions += _head_norms(nodes, {i for f in fusions for i in f.parts}, int8x2.readers(nodes, compute)[0], left)
+    fusions += _head_norms(nodes, {i for f in fusions for i in f.parts}, int8x2.readers(nodes, compute)[0])
     fusions += _own_rows(nodes, fusions, source, readers, compute)
-    fusions += [_left(nodes, some) for some in left if some.of_one]
     chosen = (_chosen(nodes, i, fusions, source, maker, readers, kept) for i, n in enumerate(nodes) if n.op is ROUTE)
     fusions += [f for f in chosen if f is not None]
     if joins:
@@ -580,16 +574,12 @@ def _short_conv(nodes: Sequence[Node], i: int, source: Callable[[int, int], int 
     return Fusion({before: None, i: None, after: lambda site, _: made.build(site)}, UNLIMITED, decodes=True)
 
 
-def _head_norms(nodes: Sequence[Node], taken: set[int], rounded: set[int], left: Sequence[Left]) -> list[Fusion]:
-    """NORMs beside each other that are no part of another fusion and whose results nobody reads as int8x2. Those that are
-    left to an attention are by themselves, so that no launch has others to make where it goes."""
+def _head_norms(nodes: Sequence[Node], taken: set[int], rounded: set[int]) -> list[Fusion]:
+    """NORMs beside each other that are no part of another fusion and whose results nobody reads as int8x2."""
     found, i = [], 0
-    owner = {norm: some.attention for some in left for norm in some.norms}
     while i < len(nodes):
         j = i
-        while j - i < head_norms.MOST and j < len(nodes) and j not in taken and owner.get(j) == owner.get(i):
-            if not _beside(nodes[i:j], nodes[j], rounded):
-                break
+        while j - i < head_norms.MOST and j < len(nodes) and j not in taken and _beside(nodes[i:j], nodes[j], rounded):
             j += 1
         if j - i > 1:
             made = HeadNorms(nodes[i:j])
@@ -608,12 +598,6 @@ def _beside(before: Sequence[Node], node: Node, rounded: set[int]) -> bool:
         return node.spec.k, node.spec.eps, node.outputs[0].dims[0]
 
     return all(facts(n) == facts(node) and n.outputs[0] is not node.inputs[0] for n in before)
-
-
-def _left(nodes: Sequence[Node], some: Left) -> Fusion:
-    """What an attention does in a step of one sequence and nobody else there."""
-    attends = nodes[some.attention]
-    return Fusion(dict.fromkeys(some.of_one, lambda site, alone: unless_of_one(site, attends, alone)))
 
 
 def _latent(

@@ -14,8 +14,8 @@ from quarrel.ops.contract import CacheRef, Compute, ConstRef, StateRef, Value, W
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Choice
 from quarrel.triton_backend import fuse
-from quarrel.triton_backend.attention.left import left_to_attention
 from quarrel.triton_backend.attention.paged import short_splits, splits_for
+from quarrel.triton_backend.attention.rope import left_to_attention
 from quarrel.triton_backend.attention.splits import MOST_SPLITS
 from quarrel.triton_backend.experts.host import is_hosted
 from quarrel.triton_backend.experts.joined import joins
@@ -82,15 +82,15 @@ class Plan(Site):
         self._read_int8x2, self._read_plain = readers(nodes, self.compute, outside)
         self._int8x2: dict[int, torch.Tensor] = {}
         left_alone = {v.id for i in outside for v in self.choices[i].node.outputs}
-        left = left_to_attention(nodes, self.kept, self.compute)
-        fusions = fuse.find(nodes, self.compute, self.kept | left_alone, joins(self), left)
+        fusions = fuse.find(nodes, self.compute, self.kept | left_alone, joins(self))
         self.notes = {i: note for fusion in fusions for i, note in fusion.notes.items()}
         packs = {fusion.first: fusion.packs for fusion in fusions if fusion.packs is not None}
         self._until = fuse.lifetimes(fusions, nodes)
         parts = fuse.by_node(fusions)
-        self._left = {nodes[i].outputs[0].id: nodes[i] for some in left for i in some.nodes}
-        read = [(v, some.attention) for some in left for i in some.nodes for v in nodes[i].inputs if isinstance(v, Value)]
-        self._until |= {v.id: max(at, self._until.get(v.id, 0)) for v, at in read}
+        pairs = left_to_attention(nodes, self.kept)
+        self._ropes = {nodes[i].outputs[0].id: nodes[i] for i, _ in pairs}
+        read = [(v.id, at) for i, at in pairs for v in nodes[i].inputs if isinstance(v, Value)]
+        self._until |= {id: max(at, self._until.get(id, 0)) for id, at in read}
         adds = left_to_norms(nodes, self.kept | left_alone)
         self._left_parts = {nodes[i].outputs[0].id: LeftParts() for i, _ in adds}
         self._until |= fuse.until_added(fusions, nodes, adds, self._until)
@@ -214,8 +214,8 @@ class Plan(Site):
             self._int8x2[value.id] = torch.empty(rows * words(int(k)), dtype=torch.int32, device=self.device)
         return self._int8x2[value.id], value.id in self._read_plain or value.id in self.kept
 
-    def left_of(self, value: Value) -> Node | None:
-        return self._left.get(value.id)
+    def rope_of(self, value: Value) -> Node | None:
+        return self._ropes.get(value.id)
 
     def left_parts(self, value: Value) -> LeftParts | None:
         return self._left_parts.get(value.id)

@@ -37,7 +37,7 @@ from quarrel.ops.step import Limits, SampleInputs, StepInputs
 from quarrel.ops.windows import by_window
 from quarrel.triton_backend import step as step_module
 from quarrel.triton_backend.attention import ring
-from quarrel.triton_backend.attention.left import left_to_attention
+from quarrel.triton_backend.attention.rope import left_to_attention
 from quarrel.triton_backend.backend import TritonBackend, create
 from quarrel.triton_backend.inputs import PROMPTS, InputBuffer, batch_of, padded_prompts
 from quarrel.triton_backend.runtime.buffers import place
@@ -205,7 +205,7 @@ def test_layers_with_a_window_have_blocks_of_their_own(backend: TritonBackend, s
     """Bit for bit what one table gives, when blocks behind the window are others' already."""
     grouped = by_window(PROGRAM)
     assert grouped.window_groups == 1
-    assert [len(left_to_attention(p.nodes, set(), "float32")) for p in (grouped, PROGRAM)] == [2, 2]
+    assert len(left_to_attention(grouped.nodes, set())) == len(left_to_attention(PROGRAM.nodes, set())) == 2
     twice = replace(LIMITS, n_blocks=2 * LIMITS.n_blocks, window_groups=1)
     theirs = backend.compile(grouped, Weights(), twice, "float32")
     for parts in ([(0, 0, 37), (6, 0, 2)], [(0, 37, 1), (6, 2, 1)]):

@@ -75,10 +75,9 @@ def load_tile(cache, p_table, kv_head, begin, oldest, stop, S: tl.constexpr, BLO
 
 @triton.jit
 def rotated(
-    x, at, ok, sin, cos, magnitude, to, NEOX: tl.constexpr, M: tl.constexpr, HALF: tl.constexpr, gains, eps=None
+    x, at, ok, sin, cos, magnitude, to, NEOX: tl.constexpr, M: tl.constexpr, HALF: tl.constexpr
 ):  # fmt: skip
-    """Rows at [M] of whole heads, behind their norm if there are `gains`, rotated, [M, 2 HALF], rounded to the type of
-    `to`."""
+    """Rows at [M] of whole heads, rotated, [M, 2 HALF], rounded to the type of `to`."""
     i = tl.arange(0, HALF)[None, :]
     if NEOX:
         first, second = i, i + HALF
@@ -86,53 +85,11 @@ def rotated(
         first, second = i * 2, i * 2 + 1
     a = tl.load(x + at[:, None] + first, mask=ok[:, None], other=0.0).to(tl.float32)
     b = tl.load(x + at[:, None] + second, mask=ok[:, None], other=0.0).to(tl.float32)
-    if len(gains) > 0:
-        whole = tl.load(x + at[:, None] + tl.arange(0, 2 * HALF)[None, :], mask=ok[:, None], other=0.0).to(tl.float32)
-        by = rms_factor(whole, eps, 2 * HALF)
-        a = (a * by * gains[0]).to(x.dtype.element_ty).to(tl.float32)
-        b = (b * by * gains[1]).to(x.dtype.element_ty).to(tl.float32)
     low, high = rotate_pairs(a, b, sin, cos, magnitude)
     both = tl.join(low, high)  # [M, HALF, 2]
     if NEOX:
         both = tl.permute(both, (0, 2, 1))
     return tl.reshape(both, (M, 2 * HALF)).to(to.dtype.element_ty)
-
-
-@triton.jit
-def rms_factor(x, eps, DIM: tl.constexpr):
-    """What an RMS norm multiplies rows of DIM values with, before its gain."""
-    return 1.0 / tl.sqrt(tl.sum(x * x, -1, keep_dims=True) / DIM + eps)
-
-
-@triton.jit
-def other_of_pair(d, NEOX: tl.constexpr, S: tl.constexpr):
-    """The other column of the pair that each of the first S.ROT columns is in."""
-    if NEOX:
-        return tl.where(d < S.ROT // 2, d + S.ROT // 2, d - S.ROT // 2)
-    else:
-        return d ^ 1
-
-
-@triton.jit
-def gains_of(rotation, I: tl.constexpr, NEOX: tl.constexpr, S: tl.constexpr):
-    """The gains of a norm, if S has that, of query (I = 0) or key (1) for `rotated_heads`: of the first and the second of
-    each pair [1, DIM / 2], or with S.ROT of each column and of the other of its pair [1, DIM]; of value (2): [DIM]."""
-    if S.NORMS <= I:
-        return ()
-    elif I == 2:
-        return (tl.load(rotation.gains[I] + tl.arange(0, S.DIM)),)
-    else:
-        if S.ROT != 0:
-            first = tl.arange(0, S.DIM)
-            second = tl.where(first < S.ROT, other_of_pair(first, NEOX, S), first)
-        elif NEOX:
-            first = tl.arange(0, S.DIM // 2)
-            second = first + S.DIM // 2
-        else:
-            first = tl.arange(0, S.DIM // 2) * 2
-            second = first + 1
-        gain = rotation.gains[I]
-        return tl.load(gain + first)[None, :], tl.load(gain + second)[None, :]
 
 
 @triton.jit
@@ -157,37 +114,24 @@ def rope_sin_cos(rotation, token, NEOX: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def rotated_heads(
-    x, at, ok, sin, cos, magnitude, to, NEOX: tl.constexpr, M: tl.constexpr, S: tl.constexpr, gains, eps
-):  # fmt: skip
-    """Rows at [M] of heads, behind their norm if there are `gains`, whole ones or their first S.ROT columns, rotated,
-    [M, DIM], rounded to the type of `to`."""
+def rotated_heads(x, at, ok, sin, cos, magnitude, to, NEOX: tl.constexpr, M: tl.constexpr, S: tl.constexpr):
+    """Rows at [M] of heads, whole ones or their first S.ROT columns, rotated, [M, DIM], rounded to the type of `to`."""
     if S.ROT == 0:
-        return rotated(x, at, ok, sin, cos, magnitude, to, NEOX, M, S.DIM // 2, gains, eps)
+        return rotated(x, at, ok, sin, cos, magnitude, to, NEOX, M, S.DIM // 2)
     else:
         d = tl.arange(0, S.DIM)[None, :]
         inside = d < S.ROT
-        first = d < S.ROT // 2 if NEOX else d % 2 == 0
-        other = other_of_pair(d, NEOX, S)
+        if NEOX:
+            first = d < S.ROT // 2
+            other = tl.where(first, d + S.ROT // 2, d - S.ROT // 2)
+        else:
+            first = d % 2 == 0
+            other = d ^ 1
         p_x = x + at[:, None]
         v = tl.load(p_x + d, mask=ok[:, None], other=0.0).to(tl.float32)
         w = tl.load(p_x + tl.where(inside, other, d), mask=ok[:, None], other=0.0).to(tl.float32)
-        if len(gains) > 0:
-            by = rms_factor(v, eps, S.DIM)
-            v = (v * by * gains[0]).to(x.dtype.element_ty).to(tl.float32)
-            w = (w * by * gains[1]).to(x.dtype.element_ty).to(tl.float32)
         low, high = rotate_pairs(tl.where(first, v, w), tl.where(first, w, v), sin, cos, magnitude)
         return tl.where(inside, tl.where(first, low, high), v).to(to.dtype.element_ty)
-
-
-@triton.jit
-def value_of(x, at, gains, eps, S: tl.constexpr):
-    """A token's value of one key head [DIM], behind its norm if there are `gains`."""
-    v = tl.load(x + at + tl.arange(0, S.WIDE))
-    if len(gains) > 0:
-        wide = v.to(tl.float32)
-        v = (wide * rms_factor(wide, eps, S.DIM) * gains[0]).to(x.dtype.element_ty)
-    return v
 
 
 @triton.jit(do_not_specialize=["seqs"])
@@ -203,11 +147,11 @@ def attend_one(
     output      where the result goes, `[T, heads * head_dim]`
     partial     where the splits of a sequence meet
     q           act `[T, heads * head_dim]`; with ROTATE as the linear map gave it, else rotated
-    rotation    read with ROTATE only; its norms are for a step of one row
+    rotation    read with ROTATE only
     sinks       float32 `[heads]`, read with S.SINKS only
     item_start  int32 `[S + 1]`, where each sequence's items begin
-    ROTATE      the style of a rotation ("norm" or "neox") that this kernel does itself, with the append of k and v but for
-                S.BORROWS; or "": the cache has the new key
+    ROTATE      the style of a rotation ("norm" or "neox") that this kernel does itself, with the append of k and v; or "":
+                the cache has the new key
     BLOCK_M     query heads of a tile, SHARE of them padded; BLOCK_N: keys of a tile
     AT_ONCE     splits that are added at once
     EARLY       nothing in this step writes older keys, so they are read before the kernel ahead is over
@@ -219,7 +163,6 @@ def attend_one(
     SIZE: tl.constexpr = S.SIZE
     KIND: tl.constexpr = S.KIND
     NEOX: tl.constexpr = ROTATE == "neox"
-    APPENDS: tl.constexpr = ROTATE != "" and not S.BORROWS
     item = tl.program_id(0)
     kv_head = tl.program_id(1)
     if PDL:
@@ -253,10 +196,6 @@ def attend_one(
     last = n_keys - 1
     if ROTATE != "":
         sin, cos = rope_sin_cos(rotation, token, NEOX, S)
-        q_gains = gains_of(rotation, 0, NEOX, S)
-        k_gains = gains_of(rotation, 1, NEOX, S)
-        v_gains = gains_of(rotation, 2, NEOX, S)
-    if APPENDS:
         to = cache_row(tl.load(rotation.slots + token).to(tl.int64), kv_head, KV_HEADS, SIZE) * DIM
     else:
         new_row = cache_row(tl.load(p_table + last // SIZE).to(tl.int64) * SIZE + last % SIZE, kv_head, KV_HEADS, SIZE)
@@ -265,24 +204,18 @@ def attend_one(
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
     if ROTATE != "":
-        b_q = rotated_heads(
-            q, (row + head) * DIM, row_ok, sin, cos, rotation.q_magnitude, q, NEOX, BLOCK_M, S, q_gains, rotation.eps
-        )  # fmt: skip
-    else:
-        mask_q = row_ok[:, None] & d_ok[None, :]
-        b_q = tl.load(q + (row + head)[:, None] * DIM + d[None, :], mask=mask_q, other=0.0)
-    if APPENDS:
+        b_q = rotated_heads(q, (row + head) * DIM, row_ok, sin, cos, rotation.q_magnitude, q, NEOX, BLOCK_M, S)
         one = tl.arange(0, 1)
         at = (token * KV_HEADS + kv_head) * DIM
-        b_new = rotated_heads(
-            rotation.k, at + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S, k_gains, rotation.eps
-        )  # fmt: skip
+        b_new = rotated_heads(rotation.k, at + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S)
         b_new = tl.reshape(b_new, (WIDE,))
-        v_new = value_of(rotation.v, at, v_gains, rotation.eps, S).to(cache.v.dtype.element_ty)
+        v_new = tl.load(rotation.v + at + d).to(cache.v.dtype.element_ty)
         if newest:
             tl.store(cache.k + to + d, b_new)
             tl.store(cache.v + to + d, v_new)
     else:
+        mask_q = row_ok[:, None] & d_ok[None, :]
+        b_q = tl.load(q + (row + head)[:, None] * DIM + d[None, :], mask=mask_q, other=0.0)
         b_new = as_values(tl.load(cache.k + to + d, mask=d_ok, other=0), KIND, COMPUTE)
         v_new = as_values(tl.load(cache.v + to + d, mask=d_ok, other=0), KIND, COMPUTE)
     b_q = b_q.to(COMPUTE)

@@ -11,16 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from quarrel.triton_backend.attention.decode import (
-    LOG2E,
-    finish,
-    gains_of,
-    load_tile,
-    oldest_key,
-    rope_sin_cos,
-    rotated_heads,
-    value_of,
-)
+from quarrel.triton_backend.attention.decode import LOG2E, finish, load_tile, oldest_key, rope_sin_cos, rotated_heads
 from quarrel.triton_backend.attention.kv_codes import as_values
 from quarrel.triton_backend.attention.rope import cache_row
 from quarrel.triton_backend.attention.splits import split_of
@@ -45,7 +36,6 @@ def attend_head(
     SIZE: tl.constexpr = S.SIZE
     KIND: tl.constexpr = S.KIND
     GROUP: tl.constexpr = S.HEADS // KV_HEADS
-    APPENDS: tl.constexpr = ROTATE != "" and not S.BORROWS
     item = tl.program_id(0)
     head = tl.program_id(1)
     kv_head = head // GROUP
@@ -72,10 +62,6 @@ def attend_head(
     if ROTATE != "":
         NEOX: tl.constexpr = ROTATE == "neox"
         sin, cos = rope_sin_cos(rotation, 0, NEOX, S)
-        q_gains = gains_of(rotation, 0, NEOX, S)
-        k_gains = gains_of(rotation, 1, NEOX, S)
-        v_gains = gains_of(rotation, 2, NEOX, S)
-    if APPENDS:
         slot = tl.load(rotation.slots).to(tl.int64)
     else:
         slot = tl.load(sequences.table + last // SIZE).to(tl.int64) * SIZE + last % SIZE
@@ -85,23 +71,15 @@ def attend_head(
     if PDL:
         tl.extra.cuda.gdc_wait()
     if ROTATE != "":
-        b_q = rotated_heads(
-            q, head * DIM + one, one < 1, sin, cos, rotation.q_magnitude, q, NEOX, 1, S, q_gains, rotation.eps
-        )  # fmt: skip
-        b_q = tl.reshape(b_q, (WIDE,))
-    else:
-        b_q = tl.load(q + head * DIM + d, mask=d_ok, other=0.0)
-    if APPENDS:
-        b_new = rotated_heads(
-            rotation.k, kv_head * DIM + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S, k_gains,
-            rotation.eps,
-        )  # fmt: skip
-        b_new = tl.reshape(b_new, (WIDE,))
-        v_new = value_of(rotation.v, kv_head * DIM, v_gains, rotation.eps, S).to(cache.v.dtype.element_ty)
+        b_q = rotated_heads(q, head * DIM + one, one < 1, sin, cos, rotation.q_magnitude, q, NEOX, 1, S)
+        k = rotated_heads(rotation.k, kv_head * DIM + one, one < 1, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S)
+        b_q, b_new = tl.reshape(b_q, (WIDE,)), tl.reshape(k, (WIDE,))
+        v_new = tl.load(rotation.v + kv_head * DIM + d).to(cache.v.dtype.element_ty)
         if newest & (head % GROUP == 0):
             tl.store(cache.k + to, b_new)
             tl.store(cache.v + to, v_new)
     else:
+        b_q = tl.load(q + head * DIM + d, mask=d_ok, other=0.0)
         b_new = as_values(tl.load(cache.k + to, mask=d_ok, other=0), KIND, COMPUTE)
         v_new = as_values(tl.load(cache.v + to, mask=d_ok, other=0), KIND, COMPUTE)
     b_q = b_q.to(COMPUTE).to(tl.float32)

@@ -210,9 +210,9 @@ def attend_warps(
     if PDL and EARLY:
         tl.extra.cuda.gdc_wait()
     if ROTATE != "":
-        b_q = rotated(q, (row + head) * DIM, row_ok, sin, cos, rotation.q_magnitude, q, NEOX, ROWS, DIM // 2, ())
+        b_q = rotated(q, (row + head) * DIM, row_ok, sin, cos, rotation.q_magnitude, q, NEOX, ROWS, DIM // 2)
         at = (token * KV_HEADS + kv_head + h) * DIM
-        b_new = rotated(rotation.k, at, h < H, sin, cos, rotation.k_magnitude, cache.k, NEOX, H, DIM // 2, ())
+        b_new = rotated(rotation.k, at, h < H, sin, cos, rotation.k_magnitude, cache.k, NEOX, H, DIM // 2)
         v_new = tl.load(rotation.v + at[:, None] + d[None, :]).to(cache.v.dtype.element_ty)
         if newest:
             tl.store(cache.k + to, b_new)

@@ -204,7 +204,7 @@ def _rotated_queries(q, row, row_ok, sin, cos, magnitude, S: tl.constexpr, STYLE
     HALF: tl.constexpr = S.DIM // 2
     M: tl.constexpr = row.shape[0]
     at = row * (S.DIM + S.RANK)
-    q_key = rotated(q, at, row_ok, sin, cos, magnitude, q, STYLE == "neox", M, HALF, ())
+    q_key = rotated(q, at, row_ok, sin, cos, magnitude, q, STYLE == "neox", M, HALF)
     r = tl.arange(0, S.RANK)
     q_rest = tl.load(q + at[:, None] + S.DIM + r[None, :], mask=row_ok[:, None], other=0.0)
     return q_key.to(COMPUTE), q_rest.to(COMPUTE)
@@ -289,7 +289,7 @@ def attend_latent_one(
     if ROTATE != "":
         v_new = tl.load(append.rotation.v + token * S.RANK + r)
         at = token * S.DIM + tl.arange(0, 1)
-        k_new = rotated(rotation.k, at, at >= 0, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S.DIM // 2, ())
+        k_new = rotated(rotation.k, at, at >= 0, sin, cos, rotation.k_magnitude, cache.k, NEOX, 1, S.DIM // 2)
         k_new = tl.reshape(k_new, (S.DIM,))
         q_key, q_rest = _rotated_queries(q, row, head_ok, sin, cos, rotation.q_magnitude, S, ROTATE, COMPUTE)
     else:

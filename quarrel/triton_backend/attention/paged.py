@@ -12,24 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from quarrel.ops.attention import ATTENTION, ROPE_APPEND, AttentionSpec
+from quarrel.ops.attention import ATTENTION, AttentionSpec, RopeAppendSpec
 from quarrel.ops.contract import Compute
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
-from quarrel.ops.rope import ROPE
+from quarrel.ops.rope import RopeSpec
 from quarrel.triton_backend.attention import cudnn, fixed, ring
 from quarrel.triton_backend.attention.decode import LOG2E, attend_one, oldest_key
 from quarrel.triton_backend.attention.decode_head import attend_head
 from quarrel.triton_backend.attention.decode_warps import attend_warps
 from quarrel.triton_backend.attention.kv_codes import TL_TYPES
-from quarrel.triton_backend.attention.left import joined, norms_of, of_one
 from quarrel.triton_backend.attention.records import Keys, Partial, Rotation, Score, Sequences, Shape, Warps
+from quarrel.triton_backend.attention.rope import joined
 from quarrel.triton_backend.attention.splits import MANY_SEQS, MOST_SPLITS, SEVERAL_SEQS, SPLIT, whole_rounds
 from quarrel.triton_backend.attention.walk import load_queries, store_rows, tile_at, walk
 from quarrel.triton_backend.runtime.arrays import Output
@@ -155,9 +155,6 @@ HEAD_PROGRAMS = 128
 256 values or 512, take 640 us for 689, and 726 for 748 behind 600 keys; 6 of Gemma 4 26B-A4B 498 for 519 (in 8 warps).
 Heads of 128 lose: 8 layers of Mistral-7B 442 us for 434, 493 for 469 behind 500 keys and 524 for 474 behind 1000. Heads
 of 64 gain 2.5 us in 415 (gpt-oss), which is not worth a kernel more."""
-HEAD_REGISTERS = 192
-"""Most of a thread of `attend_head` with norms. Each of its programs has a multiprocessor to itself; left to choose, ptxas
-takes 128 registers of eight warps, for two, and spills 32 to 40 bytes (sm_90, Triton 3.6)."""
 WIDE_SPLITS = 32
 """Short splits of heads of more than 128 values: up to 1024 keys."""
 HEAD_ITEMS = 4
@@ -222,41 +219,24 @@ def short_splits(layers: Sequence[AttentionSpec]) -> int:
     return WIDE_SPLITS if layers and all(spec.head_dim > 128 for spec in layers) else 0
 
 
-class _New(NamedTuple):
-    """What an attention does itself of a step's new tokens."""
-
-    shape: Shape
-    style: str
-    """Of a rotation, or "": the cache has the new keys."""
-    arguments: Callable[[], tuple[torch.Tensor, Rotation]]
-    """Queries, and the rest of it, at each call."""
-
-
-def _new(site: Site, attends: Node, shape: Shape, node: Node | None, norms: Sequence[Node] = ()) -> _New:
-    """Nothing without a node; else the work of a ROPE_APPEND or of a ROPE, and these NORMs of its first inputs."""
-    if node is None:
-        queries = site.slot(attends.inputs[0])  # type: ignore[arg-type]
-        return _New(shape, "", lambda: (queries.tensor, Rotation(*(queries.tensor,) * 5, 1.0, 1.0)))
-    if node.op is ROPE:
-        (x, positions, freq), turns, keys = node.inputs, node.spec, node.spec
-        values, slots = [x], positions
-    else:
-        (*values, positions, freq, slots), turns, keys = node.inputs[:6], node.spec.q, node.spec.k
-    values[: len(norms)] = [norm.inputs[0] for norm in norms]
-    arrays = [site.slot(v) for v in (*values, positions, slots)]  # type: ignore[arg-type]
+def _rotation(site: Site, node: Node) -> Callable[[], tuple[torch.Tensor, Rotation]]:
+    """Queries and the rest of a ROPE_APPEND that leaves its work to the attention behind it, at each call."""
+    spec: RopeAppendSpec = node.spec
+    q, k, v, positions, freq, slots = node.inputs[:6]
+    arrays = [site.slot(i) for i in (q, k, v, positions, slots)]  # type: ignore[arg-type]
     table = site.const(freq)  # type: ignore[arg-type]
-    gains = tuple(site.vector(norm.inputs[1]) for norm in norms) or None  # type: ignore[arg-type]
-    eps = norms[0].spec.eps if norms else None
-    whole = turns.n_rot == turns.head_dim and turns.axes == 1
-    rot, axes = (0, 1) if whole else (turns.n_rot, turns.axes)
 
-    def arguments() -> tuple[torch.Tensor, Rotation]:
-        q, *kv, positions, slots = (a.tensor for a in arrays)
-        k, v = kv or (q, q)
-        return q, Rotation(k, v, positions, table, slots, turns.magnitude, keys.magnitude, gains, eps)
+    def at_call() -> tuple[torch.Tensor, Rotation]:
+        q, k, v, positions, slots = (a.tensor for a in arrays)
+        return q, Rotation(k, v, positions, table, slots, spec.q.magnitude, spec.k.magnitude)
 
-    shape = shape._replace(ROT=rot, AXES=axes, NORMS=len(norms), BORROWS=node.op is ROPE)
-    return _New(shape, turns.style, arguments)
+    return at_call
+
+
+def _rotation_shape(spec: RopeSpec) -> tuple[int, int]:
+    """`Shape.ROT` and `Shape.AXES`."""
+    whole = spec.n_rot == spec.head_dim and spec.axes == 1
+    return (0, 1) if whole else (spec.n_rot, spec.axes)
 
 
 def build_attention(site: Site, node: Node) -> Launch:
@@ -287,13 +267,13 @@ def build_attention(site: Site, node: Node) -> Launch:
     before = None if by_prompts or site.deterministic else joined(site, node.inputs[0], cache)  # type: ignore[arg-type]
     shape = Shape(
         spec.n_heads, spec.n_kv, spec.head_dim, wide, share, cache.block_size, spec.window > 0, spec.cap != 0.0, spec.sinks,
-        cache.kind, spec.chunked, spec.spans,
+        cache.kind, spec.chunked, spec.spans, *((0, 1) if before is None else _rotation_shape(before.spec.q)),
     )  # fmt: skip
     common = {"cache": Keys(cache.k, cache.v, *cache.both_scales), "sinks": sinks, "score": score, "S": shape}
     common |= {"COMPUTE": TL_TYPES[site.compute]}
-    nothing = _new(site, node, shape, None)
-    appended = _new(site, node, shape, before if before is not None and before.op is ROPE_APPEND else None)
-    everything = _new(site, node, shape, before, [] if before is None else norms_of(site, before))
+    rotation = None if before is None else _rotation(site, before)
+    style = "" if before is None else before.spec.q.style
+    each = shape._replace(KV_HEADS=spec.n_heads, SHARE=1)
     by_cudnn = cudnn.build(site, node)
     by_ring = ring.RingLaunch(site, cache, shape) if ring.declines(site, spec, cache) is None else None
     # Measured on Hopper alone; the interpreter has it too, for the tests.
@@ -307,11 +287,12 @@ def build_attention(site: Site, node: Node) -> Launch:
         out, form = target.tensor, "plain"
         if int8x2 is not None and batch.T == 1:
             form = "both" if plain else "int8x2"
-        new = nothing if batch.prefill else everything if of_one(batch) else appended
+        queries, rope, rotate = q.tensor, Rotation(*(q.tensor,) * 5, 1.0, 1.0), ""
+        if rotation is not None and not batch.prefill:
+            (queries, rope), rotate = rotation(), style
         output = Output(out, out if int8x2 is None else int8x2)
-        given = dict(zip(("q", "rotation"), new.arguments())) | {"ROTATE": new.style}
-        given |= {"partial": Partial(part.tensor, top_sum.tensor, arrived.tensor)}
-        given |= {"sequences": sequences(), "item_start": site.tables.item_start.tensor}
+        given = {"partial": Partial(part.tensor, top_sum.tensor, arrived.tensor), "q": queries, "rotation": rope}
+        given |= {"sequences": sequences(), "item_start": site.tables.item_start.tensor, "ROTATE": rotate}
         more = {"seqs": batch.S, "EARLY": not batch.prefill}
         if by_ring is not None and ring.serves(batch, spec):
             by_ring(batch, given | more | {n: common[n] for n in ("cache", "score", "COMPUTE")}, output, sinks, form)
@@ -326,18 +307,15 @@ def build_attention(site: Site, node: Node) -> Launch:
         if w is not None:
             fits = spec.n_kv % w.heads == 0 and cache.block_size % w.keys == 0
             assert fits, f"{w} for {spec.n_kv} key heads and blocks of {cache.block_size} keys"
-            assert not new.shape.NORMS, "attend_warps has no norms of heads"
             kernel, programs, count, stages = attend_warps, spec.n_kv // w.heads, w.heads, w.stages
             own = more | {"BLOCK_M": tile.rows, "W": w}
             values = 2048 // share  # of splits, so many stages of which fit beside the keys
         elif warps and batch.S == 1 and wide > 128 and batch.items * spec.n_heads <= HEAD_PROGRAMS:
             keys, count = head_tile(batch.items, wide)
-            each = new.shape._replace(KV_HEADS=spec.n_heads, SHARE=1)
             kernel, programs, own, values = attend_head, spec.n_heads, {"EACH": each, "BLOCK_N": keys}, 1024 * count
-            own |= {"maxnreg": HEAD_REGISTERS} if new.shape.NORMS else {}
         site.launch(
-            kernel, (batch.items, programs), output=output, **given, **(common | {"S": new.shape}), **own,
-            AT_ONCE=max(1, values // wide), FORM=form, warps=count, stages=stages, early=starts_early(site),
+            kernel, (batch.items, programs), output=output, **given, **common, **own, AT_ONCE=max(1, values // wide),
+            FORM=form, warps=count, stages=stages, early=starts_early(site),
         )  # fmt: skip
 
     def prefill(batch: Batch) -> None:

@@ -28,8 +28,6 @@ class Rotation(NamedTuple):
     slots: Any  # int32 [T], block * block_size + offset of the new key
     q_magnitude: float
     k_magnitude: float
-    gains: Any = None  # float32 [head_dim] of each of `Shape.NORMS`
-    eps: float | None = None  # of those norms
 
 
 class Append(NamedTuple):
@@ -91,10 +89,6 @@ class Shape(NamedTuple):
     ROT: int = 0
     """Columns of a head that attention rotates, by positions of so many AXES; 0 for whole heads and one axis."""
     AXES: int = 1
-    NORMS: int = 0
-    """How many of query, key and value have an RMS norm of their heads in the attention: 0 to 3, in this order."""
-    BORROWS: bool = False
-    """Keys and values are another layer's: attention rotates queries alone."""
 
 
 class Warps(NamedTuple):

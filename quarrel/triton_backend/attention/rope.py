@@ -9,18 +9,20 @@ local memory for large angles.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 
-from quarrel.ops.attention import KV_APPEND, ROPE_APPEND, RopeAppendSpec
+from quarrel.ops.attention import ATTENTION, KV_APPEND, ROPE_APPEND, RopeAppendSpec
+from quarrel.ops.contract import Value
 from quarrel.ops.norm import NormSpec
 from quarrel.ops.program import Node
 from quarrel.ops.registry import Implementation
 from quarrel.ops.rope import ROPE, RopeSpec
 from quarrel.triton_backend.attention.kv_codes import code_of, factors, largest
-from quarrel.triton_backend.attention.left import joined
 from quarrel.triton_backend.attention.records import Keys, RopeShape, Rotation
-from quarrel.triton_backend.runtime.arrays import Cache
+from quarrel.triton_backend.runtime.arrays import DTYPES, Cache
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
 
@@ -357,6 +359,36 @@ def build_rope_append(site: Site, node: Node) -> Launch:
         )  # fmt: skip
 
     return run
+
+
+def left_to_attention(nodes: Sequence[Node], kept: set[int]) -> list[tuple[int, int]]:
+    """ROPE_APPENDs whose queries one attention over the same cache reads and nobody else: places of both among the nodes.
+    A cache may serve several layers, each with a block table of its own.
+
+    In a step without prompts that attention does their work: heads of a power of two, whole and of one axis, but for those
+    of more than 128 values, of which `attend_one` and `attend_head` take any.
+    """
+    found = []
+    for i, node in enumerate(nodes):
+        if node.op is not ROPE_APPEND or node.outputs[0].id in kept:
+            continue
+        q, k = node.spec.q, node.spec.k
+        readers = [j for j, n in enumerate(nodes) if any(v is node.outputs[0] for v in n.inputs)]
+        if len(readers) != 1 or nodes[readers[0]].op is not ATTENTION:
+            continue
+        table, cache = nodes[readers[0]].inputs[3:5]
+        over = [n for n in nodes if n.op is ATTENTION and n.inputs[3] is table and n.inputs[4] == node.inputs[6]]
+        sizes = q.n_rot == k.n_rot and q.head_dim == power_of_two(q.head_dim) and q.head_dim >= 16
+        whole = q.n_rot == q.head_dim and q.axes == 1
+        if sizes and (whole or q.head_dim > 128) and cache == node.inputs[6] and len(over) == 1:
+            found.append((i, readers[0]))
+    return found
+
+
+def joined(site: Site, value: Value, cache: Cache) -> Node | None:
+    """The ROPE_APPEND of these queries that leaves its work to the attention behind it in a step without prompts."""
+    narrow = site.compute != "float32" or cache.k.shape[3] <= 128
+    return site.rope_of(value) if narrow and cache.k.dtype == DTYPES[site.compute] else None
 
 
 def _accepts_append(spec: RopeAppendSpec) -> str | None:

@@ -147,8 +147,9 @@ class Site(Protocol):
         """For the node that makes a value: where its int8x2 form goes, if it is read, and whether the plain one is too."""
         return None, True
 
-    def left_of(self, value: Value) -> Node | None:
-        """The node that makes this value and leaves its work to an attention (`attention/left.py`)."""
+    def rope_of(self, value: Value) -> Node | None:
+        """The ROPE_APPEND that makes these queries and leaves its work to the attention that reads them
+        (`attention/rope.py`)."""
         return None
 
     def left_parts(self, value: Value) -> LeftParts | None:
@@ -177,7 +178,7 @@ class Site(Protocol):
 class _Inside:
     """What differs between a site and `inside` it."""
 
-    int8x2, int8x2_target, left_of, grouped = Site.int8x2, Site.int8x2_target, Site.left_of, Site.grouped
+    int8x2, int8x2_target, rope_of, grouped = Site.int8x2, Site.int8x2_target, Site.rope_of, Site.grouped
 
     def __init__(
         self,
