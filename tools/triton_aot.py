@@ -191,13 +191,8 @@ def specs(formats: Sequence[GGMLType], quick: bool) -> Iterator[tuple[Op, Any]]:
         yield NORM_LINEAR, NormLinearSpec(norm, tuple(LinearSpec(type, n, 4096) for n in (4096, 1024, 1024)))
         delta = tuple(LinearSpec(t, n, 4096) for t, n in ((GGMLType.Q6_K, 8192), (type, 32), (type, 32), (type, 4096)))
         yield NORM_LINEAR, NormLinearSpec(norm, delta)
-        # Maps that normalise their row themselves: of GLM-4.7-Flash (of 768 columns), TinyLlama, and the longest.
-        for k, own in (
-            (768, [(type, 5120)]),
-            (2048, [(type, 2048), (type, 256), (GGMLType.Q6_K, 257)]),
-            (8192, [(type, 512)]),
-        ):
-            yield NORM_LINEAR, NormLinearSpec(NormSpec("rms", k, 1e-5), tuple(LinearSpec(t, n, k) for t, n in own))
+        # A map that normalises its row itself (GLM-4.7-Flash).
+        yield NORM_LINEAR, NormLinearSpec(NormSpec("rms", 768, 1e-5), (LinearSpec(type, 5120, 768),))
         yield EXPERT_UP, ExpertUpSpec(type, 32, 4, 2880, 2880 if type == GGMLType.MXFP4 else 2048, "silu")
         yield EXPERT_DOWN, ExpertDownSpec(type, 32, 4, 2048, 2048)
     yield LINEAR, LinearSpec(formats[0], 576, 576, bias=True, out="f32")

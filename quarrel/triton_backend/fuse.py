@@ -8,8 +8,7 @@
     rotated   a norm of heads and their rotation: one launch, of any rows
     heads     norms beside each other, of queries, keys and values: one launch, of any rows
     conv      a convolution between two gates, in steps without prompts: one launch
-    own rows  a gate in the map of its few columns, a norm added to the stream in the map of few outputs behind it: one
-              launch for two, of one row (`linear/own_row.py`)
+    own gate  a gate of few columns in the map of them: one launch for two, of one row (`linear/own_row.py`)
     stream    the experts' sum added to the stream where it is made, and the shared expert's down onto that; of any rows
     latent    before attention over compressed keys the norm of its values, the rotation and the append, in steps without
               prompts; of one row, behind it the map of heads that adds its splits: one launch and two
@@ -122,7 +121,9 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = 
             found += _normed(nodes, i, source, readers, kept, compute)
     fusions = [f for f in found if f is not None]
     fusions += _head_norms(nodes, {i for f in fusions for i in f.parts}, int8x2.readers(nodes, compute)[0])
-    fusions += _own_rows(nodes, fusions, source, readers, compute)
+    taken = {i for f in fusions for i in f.parts}
+    gates = (_own_gate(nodes, i, source(i, 0), compute) for i, node in enumerate(nodes) if node.op is LINEAR)
+    fusions += [f for f in gates if f is not None and not taken & f.parts.keys()]
     chosen = (_chosen(nodes, i, fusions, source, maker, readers, kept) for i, n in enumerate(nodes) if n.op is ROUTE)
     fusions += [f for f in chosen if f is not None]
     if joins:
@@ -507,42 +508,11 @@ def _normed(
     return [*found, Fusion(parts)]
 
 
-def _own_rows(
-    nodes: Sequence[Node],
-    fusions: Sequence[Fusion],
-    source: Callable[[int, int], int | None],
-    readers: Mapping[int, Sequence[int]],
-    compute: Compute,
-) -> list[Fusion]:
-    """LINEARs that make the row that they multiply: GATEDs, and sums of norms that are among `fusions`. In no other one."""
-    taken = {i for f in fusions for i in f.parts}
-    gates = (_own_gate(nodes, i, source(i, 0), compute) for i, node in enumerate(nodes) if node.op is LINEAR)
-    sums = (_own_sum(nodes, f, readers, compute) for f in fusions)
-    found = [f for f in gates if f is not None and not taken & f.parts.keys()]
-    return found + [f for f in sums if f is not None and f.last not in taken]
-
-
 def _own_gate(nodes: Sequence[Node], i: int, made: int | None, compute: Compute) -> Fusion | None:
+    """LINEAR of a GATED of few columns."""
     if made is None or nodes[made].op is not GATED or not own_row.takes_gated(nodes[made], nodes[i], compute):
         return None
     return Fusion({made: None, i: lambda site, _: own_row.build_gated(site, nodes[made], nodes[i])})
-
-
-def _own_sum(
-    nodes: Sequence[Node], fusion: Fusion, readers: Mapping[int, Sequence[int]], compute: Compute
-) -> Fusion | None:
-    """The first reader of the sum, if no other reads it as int8x2."""
-    parts = sorted(fusion.parts)
-    if [nodes[i].op for i in parts] not in ([NORM, ADD], [NORM, ADD, CAP]):
-        return None
-    norm, add, *caps = (nodes[i] for i in parts)
-    made = NormAdd(norm, add, caps[0] if caps else None)
-    h = made.last.outputs[0].id
-    by = sorted(readers.get(h, ()))
-    rounded = [i for i in by if h in int8x2.readers([nodes[i]], compute)[0]]
-    if not rounded or rounded != by[:1] or not own_row.takes_norm_add(made, nodes[by[0]], compute):
-        return None
-    return Fusion(dict.fromkeys(parts) | {by[0]: lambda site, _: own_row.build_norm_add(site, made, nodes[by[0]])})
 
 
 def _pair(nodes: Sequence[Node], i: int, source: Callable[[int, int], int | None]) -> tuple[int, int, int] | None:

@@ -265,7 +265,7 @@ FRESH = [batch([(0, 0, tokens)], rows=list(range(tokens)), seed=3) for tokens in
 def test_a_norm_added_to_the_stream_is_one_launch_with_the_same_bits(
     backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, kind: Literal["rms", "layer"], after: str, factor: float
 ) -> None:
-    monkeypatch.setattr(fuse, "_own_rows", lambda *_: [])  # it is in the map behind it (`test_own_row.py`)
+    monkeypatch.setattr(fuse, "_own_gate", lambda *_: None)  # it is in the map behind it (`test_own_row.py`)
     outputs, names = both_ways(backend, monkeypatch, sandwich(kind, after, factor), "_normed", [], FRESH)
     one, five, one_alone, five_alone = names
     for together, alone in zip(outputs[:2], outputs[2:], strict=True):

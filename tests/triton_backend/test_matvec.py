@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ import torch
 
 from quarrel.errors import UnsupportedOp
 from quarrel.gguf import FORMATS, GGMLType
-from quarrel.ops import draw, reference
-from quarrel.ops.contract import Case, Compute, Concrete, Op, RawWeight, Value, WeightRef
+from quarrel.ops import draw
+from quarrel.ops.contract import Case, Compute, Op, Value, WeightRef
 from quarrel.ops.linear import (
     LINEAR,
     LINEAR_ADD,
@@ -34,10 +33,7 @@ from quarrel.triton_backend.backend import REGISTRY, TritonBackend
 from quarrel.triton_backend.formats.int8x2 import int8x2_rows, reads_int8x2, words
 from quarrel.triton_backend.formats.table import FLOATS, INTEGERS
 from quarrel.triton_backend.formats.weights import Weights
-from quarrel.triton_backend.linear import matvec
-from quarrel.triton_backend.linear.matvec_tiles import norms_inside
 from quarrel.triton_backend.plan import Plan
-from quarrel.triton_backend.run_op import bind
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.site import Batch, Tables
@@ -79,115 +75,6 @@ def test_several_maps_of_mixed_formats_and_one_with_a_bias(backend: TritonBacken
     shapes = ((GGMLType.Q4_K, 6, False), (GGMLType.F16, 2, False), (GGMLType.Q6_K, 3, False), (GGMLType.Q8_0, 2, True))
     check(backend, NORM_LINEAR, NormLinearSpec(norm, tuple(LinearSpec(t, n, 512, b) for t, n, b in shapes)))
     check(backend, NORM_LINEAR, NormLinearSpec(norm, (LinearSpec(GGMLType.Q4_K, 5, 512),)))
-
-
-def run_maps(
-    spec: NormLinearSpec, given: Sequence[Concrete], compute: Compute = FLOAT16
-) -> tuple[list[np.ndarray], list[str]]:
-    """Results of NORM_LINEAR, [T * n] each, and the kernels that were launched."""
-    bound, names = bind(REGISTRY, DEVICE, NORM_LINEAR, spec, given, compute), list[str]()
-    really = bound.plan.launch
-
-    def launch(kernel: Any, *args: Any, **told: Any) -> None:
-        names.append(kernel.__name__)
-        really(kernel, *args, **told)
-
-    bound.plan.launch = launch
-    bound()
-    return [bound.plan.slots[v.id].tensor.cpu().numpy().copy() for v in bound.results], names
-
-
-def both_forms(
-    monkeypatch: pytest.MonkeyPatch, spec: NormLinearSpec, given: Sequence[Concrete], compute: Compute = FLOAT16
-) -> tuple[tuple[list[np.ndarray], list[np.ndarray]], tuple[list[str], list[str]]]:
-    """The same with the norm inside its maps, where it may be, and apart."""
-    inside, names = run_maps(spec, given, compute)
-    monkeypatch.setattr(matvec, "norms_inside", lambda *_: False)
-    apart, names_apart = run_maps(spec, given, compute)
-    return (inside, apart), (names, names_apart)
-
-
-def draw_maps(
-    k: int, *maps: tuple[str, int, bool], rows: int = 1, out: Literal["act", "f32"] = "f32"
-) -> tuple[NormLinearSpec, list[Concrete]]:
-    """Maps by type, rows and bias behind a norm, and inputs."""
-    spec = NormLinearSpec(NormSpec("rms", k, 1e-5), tuple(LinearSpec(GGMLType[t], n, k, b, out) for t, n, b in maps))
-    assert NORM_LINEAR.make is not None
-    return spec, list(NORM_LINEAR.make(Case(spec, {"T": rows}), np.random.default_rng(k)))
-
-
-@pytest.mark.parametrize(
-    ("k", "maps"),
-    [
-        (768, [("Q4_K", 37, False)]),
-        (2048, [("Q4_K", 37, True)]),
-        (2048, [("Q5_K", 17, False), ("Q6_K", 3, False), ("Q6_K", 16, False)]),
-        (2560, [("Q6_K", 5, True), ("Q4_K", 18, True)]),
-        (1536, [("Q8_0", 16, False), ("Q5_0", 5, False), ("MXFP4", 21, False), ("Q4_K", 2, False)]),
-        (608, [("Q8_0", 19, True)]),
-        (576, [("MXFP4", 19, False), ("Q5_0", 4, False)]),
-        (32, [("Q5_0", 1, False)]),
-    ],
-)  # fmt: skip
-def test_a_norm_inside_its_maps(monkeypatch: pytest.MonkeyPatch, k: int, maps: list[tuple[str, int, bool]]) -> None:
-    spec, given = draw_maps(k, *maps)
-    (inside, apart), names = both_forms(monkeypatch, spec, given)
-    kernel = "matvec" if len(maps) == 1 else "matvecs"
-    assert names == ([kernel], ["norm_int8x2_rows", kernel])
-    for one, two, want in zip(inside, apart, reference.run_op(NORM_LINEAR, spec, given), strict=True):
-        size = np.abs(want).max()
-        assert np.abs(one - want.reshape(-1)).max() <= 5e-4 * size
-        assert np.abs(one - two).max() <= 2e-4 * size
-
-
-def test_a_norm_inside_is_in_each_launch_of_its_maps(monkeypatch: pytest.MonkeyPatch) -> None:
-    spec, given = draw_maps(256, *(("Q4_K", 3, i % 3 == 2) for i in range(6)), out="act")
-    (inside, apart), names = both_forms(monkeypatch, spec, given)
-    assert names == (["matvecs", "matvecs"], ["norm_int8x2_rows", "matvecs", "matvecs"])
-    for one, two in zip(inside, apart, strict=True):
-        assert np.abs(one - two).max() <= 2e-3 * np.abs(two).max()
-
-
-@pytest.mark.parametrize(("compute", "rows", "type"), [("float32", 1, "Q4_K"), (FLOAT16, 3, "Q4_K"), (FLOAT16, 1, "F16")])
-def test_a_norm_of_several_rows_or_floats_is_apart(
-    monkeypatch: pytest.MonkeyPatch, compute: Compute, rows: int, type: str
-) -> None:
-    spec, given = draw_maps(256, ("Q4_K", 9, False), (type, 4, False), rows=rows)
-    (one, two), names = both_forms(monkeypatch, spec, given, compute)
-    assert names[0] == names[1]
-    assert all(np.array_equal(a, b) for a, b in zip(one, two, strict=True))
-
-
-@pytest.mark.parametrize("type", ["Q4_K", "Q8_0"])
-@pytest.mark.parametrize("what", ["one is huge", "all are zero", "a block is zero", "nan", "inf", "a gain is nan"])
-def test_extremes_of_a_norm_inside_a_map(type: str, what: str) -> None:
-    spec, given = draw_maps(512, (type, 5, False))
-    x = given[0]
-    assert isinstance(x, np.ndarray)
-    x[0, {"one is huge": slice(7, 8), "a block is zero": slice(64, 96), "all are zero": slice(None)}.get(what, 500)] = {
-        "one is huge": 3e4, "nan": np.nan, "inf": np.inf, "a gain is nan": 1.0
-    }.get(what, 0.0)  # fmt: skip
-    if what == "a gain is nan":
-        gain = draw.weight(np.random.default_rng(0), GGMLType.F32, 1, 512).raw
-        gain.view(np.float32)[0, 7] = np.nan
-        given[1] = RawWeight(GGMLType.F32, gain, 512)
-    (inside,), names = run_maps(spec, given)
-    assert names == ["matvec"]
-    if "nan" in what or what == "inf":
-        assert not np.isfinite(inside).any()
-        return
-    (want,) = reference.run_op(NORM_LINEAR, spec, given)
-    assert np.abs(inside - want.reshape(-1)).max() <= 5e-4 * np.abs(want).max()
-
-
-def test_which_maps_have_their_norm_inside() -> None:
-    """GLM-4.7-Flash, TinyLlama; of Mistral-7B none, nor heads, nor floats."""
-    assert norms_inside(["Q4_K", "Q4_K"], 768 + 576, 2048)
-    assert norms_inside(["Q4_K"], 5120, 768)
-    assert norms_inside(["Q4_K", "Q4_K", "Q6_K"], 2560, 2048)
-    assert not norms_inside(["Q4_K", "Q4_K", "Q6_K"], 6144, 4096)
-    assert not norms_inside(["Q6_K"], 32000, 2048)
-    assert not norms_inside(["Q4_K", "F16"], 512, 512)
 
 
 @pytest.mark.parametrize(

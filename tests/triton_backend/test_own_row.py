@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,11 @@ import pytest
 
 from quarrel.gguf import GGMLType, GGUFFile
 from quarrel.models import Tensors, assemble
-from quarrel.ops.activation import LARGEST, Activation, GatedSpec, cap, gated, plain
-from quarrel.ops.contract import Value, rel_error
+from quarrel.ops import reference
+from quarrel.ops.activation import LARGEST, Activation, GatedSpec, cap, gated
+from quarrel.ops.contract import Case, Concrete, Value, rel_error
 from quarrel.ops.embedding import embedding, gather_rows
-from quarrel.ops.linear import LINEAR, add, linear
+from quarrel.ops.linear import LINEAR, NORM_LINEAR, LinearSpec, NormLinearSpec, add, linear
 from quarrel.ops.norm import NormSpec, norm
 from quarrel.ops.null import Builder
 from quarrel.ops.program import Program
@@ -23,10 +24,11 @@ from quarrel.ops.registry import lower
 from quarrel.triton_backend import fuse
 from quarrel.triton_backend.backend import REGISTRY, TritonBackend
 from quarrel.triton_backend.linear import own_row
-from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.run_op import bind
 from quarrel.triton_backend.step import TritonStep
 from tests.models.test_reference_logits import specify
 from tests.paths import need_cases
+from tests.triton_backend.cases import DEVICE
 from tests.triton_backend.test_fuse import launches, ref
 from tests.triton_backend.test_step import LIMITS, VOCAB, Reference, Weights, batch
 
@@ -83,7 +85,7 @@ def ran(backend: TritonBackend, made: Program, **limits: Any) -> tuple[list[np.n
 
 
 def apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse, "_own_rows", lambda *_: [])
+    monkeypatch.setattr(fuse, "_own_gate", lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -109,14 +111,14 @@ def test_rows_made_in_registers_have_the_same_bits(
     alone, separately = ran(backend, made)
     for together, separate in zip(outputs, alone):
         assert np.array_equal(together, separate)
-    assert names[0] - separately[0] == Counter(gated_matvec=2, norm_add_matvec=2)
-    assert separately[0] - names[0] == Counter(gated_int8x2=2, norm_add_int8x2=2, matvec=4)
+    assert names[0] - separately[0] == Counter(gated_matvec=2)
+    assert separately[0] - names[0] == Counter(gated_int8x2=2, matvec=2)
     assert names[1] == separately[1]
 
 
 @pytest.mark.parametrize("kept", ["stream", "gated"])
 def test_results_are_written(backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, kept: str) -> None:
-    """The stream by the one program of its reader; a gate that is a result has its launch."""
+    """A gate that is a result has its launch."""
     made = per_layer("Q4_K", 256, 256, **{kept: True})
     found = []
     for together in (True, False):
@@ -133,64 +135,24 @@ def test_results_are_written(backend: TritonBackend, monkeypatch: pytest.MonkeyP
     (names, got), (_, want) = found
     assert np.array_equal(got, want)
     assert np.isfinite(got).all()
-    assert (names["gated_matvec"], names["norm_add_matvec"]) == ((2, 2) if kept == "stream" else (1, 2))
+    assert names["gated_matvec"] == (2 if kept == "stream" else 1)
 
 
 @pytest.mark.parametrize(
-    ("type", "limits", "attribute"),
-    [("F16", {}, ""), ("Q4_K", {"deterministic": True}, ""), ("Q4_K", {}, "MOST_GATED"), ("Q4_K", {}, "MOST_NORMED"),
-     ("Q4_K", {}, "MOST_OUTPUTS")],
-)  # fmt: skip
-def test_others_are_left_alone(
-    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, type: str, limits: dict[str, Any], attribute: str
-) -> None:
-    """Floats, deterministic steps, and whoever has more columns or outputs."""
-    if attribute:
-        monkeypatch.setattr(own_row, attribute, 255)
-    _, names = ran(backend, per_layer(type, 256, 256), **limits)
-    gates, sums = (2 if attribute in ("MOST_NORMED", "MOST_OUTPUTS") else 0), (2 if attribute == "MOST_GATED" else 0)
-    assert [names[0][kernel] for kernel in ("gated_matvec", "norm_add_matvec")] == [gates, sums]
-
-
-def test_a_sum_for_several_maps_is_rounded_once(backend: TritonBackend) -> None:
-    """Nor does a map make it that another launch has."""
-    for others in ("maps", "activation", "earlier"):
-        b, n = Builder(), 96
-        h = embedding(b, b.input("ids"), ref("embd", GGMLType.Q8_0, VOCAB, n))
-        y = linear(b, h, ref("down", GGMLType.Q8_0, n, n))
-        h = add(b, h, norm(b, NormSpec("rms", n, 1e-5), y, ref("gain", GGMLType.F32, 1, n)))
-        if others == "maps":
-            y = add(b, linear(b, h, ref("x", GGMLType.Q4_0, n, n), out="f32"), linear(b, h, ref("y", GGMLType.Q8_0, n, n)))
-        elif others == "activation":
-            y = linear(b, plain(b, "relu2", linear(b, h, ref("x", GGMLType.Q4_0, n, n))), ref("y", GGMLType.Q8_0, n, n))
-        else:  # in float16, before it
-            x = linear(b, h, ref("y", GGMLType.F16, n, n), out="f32")
-            y = add(b, x, linear(b, h, ref("x", GGMLType.Q4_0, n, n)))
-        made = b.program(hidden=gather_rows(b, add(b, h, y), b.input("out_rows")))
-        _, names = ran(backend, made)
-        assert (names[0]["norm_add_matvec"], names[0]["norm_add_int8x2"]) == (0, 1)
-
-
-def test_what_programs_read_lives_until_they_have_read_it(backend: TritonBackend) -> None:
-    """The sum, which one of them stores, lies neither where the stream does nor where the norm's x does."""
-    made = per_layer("Q4_K", 256, 256)
-    step = backend.compile(made, Weights(), LIMITS, "float16")
-    assert isinstance(step, TritonStep)
-    plan: Plan = step._plan
-    sums = [i for i, node in enumerate(made.nodes) if node.op.name == "add"][::2]
-    for i in sums:
-        norm_, add_ = made.nodes[i - 1], made.nodes[i]
-        values = [norm_.inputs[0], add_.inputs[0], add_.outputs[0], made.nodes[i + 1].outputs[0]]
-        spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes) for t in (plan.slot(v).tensor for v in values))  # type: ignore[arg-type]
-        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
-    step.close()
-
-
-@pytest.mark.parametrize(
-    ("arch", "variant", "ahead"), [("gemma4_e", "q4_k_m", ["gated", "norm"]), ("gemma3n", "q4_0x", ["gated"])]
+    ("type", "limits", "most"), [("F16", {}, 1024), ("Q4_K", {"deterministic": True}, 1024), ("Q4_K", {}, 255)]
 )
-def test_models_have_them_in_each_layer(arch: str, variant: str, ahead: list[str]) -> None:
-    """Gemma 3n mixes its streams between a sum and the map of one; ten of its layers keep the largest gates only."""
+def test_others_are_left_alone(
+    backend: TritonBackend, monkeypatch: pytest.MonkeyPatch, type: str, limits: dict[str, Any], most: int
+) -> None:
+    """Floats, deterministic steps, and gates of more columns."""
+    monkeypatch.setattr(own_row, "MOST_GATED", most)
+    _, names = ran(backend, per_layer(type, 256, 256), **limits)
+    assert names[0]["gated_matvec"] == 0
+
+
+@pytest.mark.parametrize(("arch", "variant"), [("gemma4_e", "q4_k_m"), ("gemma3n", "q4_0x")])
+def test_models_have_them_in_each_layer(arch: str, variant: str) -> None:
+    """Ten layers of Gemma 3n keep the largest gates only, of small models in the same way."""
     folder = need_cases(arch)
     with GGUFFile.open(folder / f"model-{variant}.gguf") as file:
         spec = specify(file, folder, variant)
@@ -199,4 +161,68 @@ def test_models_have_them_in_each_layer(arch: str, variant: str, ahead: list[str
     found = fuse.find(nodes, "float16", {v.id for v in made.outputs.values()})
     firsts = Counter(nodes[f.first].op.name for f in found if nodes[f.last].op is LINEAR)
     more = sum(node.op is LARGEST for node in nodes)
-    assert firsts - Counter(gated=more) == dict.fromkeys(ahead, len(spec.layers))
+    assert firsts - Counter(gated=more) == {"gated": len(spec.layers)}
+
+
+def normed(k: int, type: str, n: int, bias: bool = False) -> tuple[NormLinearSpec, list[Concrete]]:
+    spec = NormLinearSpec(NormSpec("rms", k, 1e-5), (LinearSpec(GGMLType[type], n, k, bias, "f32"),))
+    assert NORM_LINEAR.make is not None
+    return spec, list(NORM_LINEAR.make(Case(spec, {"T": 1}), np.random.default_rng(k)))
+
+
+def run_map(spec: NormLinearSpec, given: Sequence[Concrete]) -> tuple[np.ndarray, list[str]]:
+    """The result of NORM_LINEAR, and the kernels that were launched."""
+    bound, names = bind(REGISTRY, DEVICE, NORM_LINEAR, spec, given, "float16"), list[str]()
+    really = bound.plan.launch
+
+    def launch(kernel: Any, *args: Any, **told: Any) -> None:
+        names.append(kernel.__name__)
+        really(kernel, *args, **told)
+
+    bound.plan.launch = launch
+    bound()
+    return bound.plan.slots[bound.results[0].id].tensor.cpu().numpy().copy(), names
+
+
+@pytest.mark.parametrize(
+    ("k", "type", "n", "bias"),
+    [(768, "Q4_K", 37, True), (1024, "Q6_K", 16, False), (608, "Q8_0", 19, True), (576, "MXFP4", 19, False),
+     (512, "Q5_K", 17, False), (32, "Q5_0", 1, False)],
+)  # fmt: skip
+def test_a_norm_inside_its_map(monkeypatch: pytest.MonkeyPatch, k: int, type: str, n: int, bias: bool) -> None:
+    """The factor follows the product, so bits differ by the rounding of scales."""
+    spec, given = normed(k, type, n, bias)
+    inside, names = run_map(spec, given)
+    monkeypatch.setattr(own_row, "MOST_NORMED", 0)
+    apart_, separately = run_map(spec, given)
+    assert (names, separately) == (["norm_matvec"], ["norm_int8x2_rows", "matvec"])
+    (want,) = reference.run_op(NORM_LINEAR, spec, given)
+    size = np.abs(want).max()
+    assert np.abs(inside - want.reshape(-1)).max() <= 5e-4 * size
+    assert np.abs(inside - apart_).max() <= 2e-4 * size
+
+
+@pytest.mark.parametrize("type", ["Q4_K", "Q8_0"])
+@pytest.mark.parametrize("what", ["one is huge", "all are zero", "a block is zero", "nan", "inf"])
+def test_extremes_of_a_norm_inside_a_map(type: str, what: str) -> None:
+    spec, given = normed(512, type, 5)
+    x = given[0]
+    assert isinstance(x, np.ndarray)
+    x[0, {"one is huge": slice(7, 8), "a block is zero": slice(64, 96), "all are zero": slice(None)}.get(what, 500)] = {
+        "one is huge": 3e4, "nan": np.nan, "inf": np.inf
+    }.get(what, 0.0)  # fmt: skip
+    inside, names = run_map(spec, given)
+    assert names == ["norm_matvec"]
+    if what in ("nan", "inf"):
+        assert not np.isfinite(inside).any()
+        return
+    (want,) = reference.run_op(NORM_LINEAR, spec, given)
+    assert np.abs(inside - want.reshape(-1)).max() <= 5e-4 * np.abs(want).max()
+
+
+def test_which_maps_have_their_norm_inside() -> None:
+    """GLM-4.7-Flash's q_b; of TinyLlama none, nor heads, nor floats."""
+    assert own_row.takes_norm("Q4_K", 5120, 768)
+    assert not own_row.takes_norm("Q4_K", 2560, 2048)
+    assert not own_row.takes_norm("Q6_K", 49152, 576)
+    assert not own_row.takes_norm("F16", 512, 512)

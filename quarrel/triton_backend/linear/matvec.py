@@ -25,18 +25,12 @@ from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.elementwise import norm
 from quarrel.triton_backend.formats.int8x2 import int8x2_rows, norm_int8x2_rows, words
 from quarrel.triton_backend.formats.table import FLOATS, INTEGERS, by_name, has_matvec, matvec_planes
+from quarrel.triton_backend.linear import own_row
 from quarrel.triton_backend.linear.composite import maps_of
 from quarrel.triton_backend.linear.kernels import WITHOUT_COPIES, ByRows
 from quarrel.triton_backend.linear.maps import Maps
-from quarrel.triton_backend.linear.matvec_kernels import Normed, gate_up, matvec, matvecs, norm_gate_up
-from quarrel.triton_backend.linear.matvec_tiles import (
-    Walk,
-    gate_tile_for,
-    multiprocessors,
-    norms_inside,
-    tiles_for,
-    walk_for,
-)
+from quarrel.triton_backend.linear.matvec_kernels import gate_up, matvec, matvecs, norm_gate_up
+from quarrel.triton_backend.linear.matvec_tiles import Walk, gate_tile_for, multiprocessors, tile_for, tiles_for, walk_for
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Planes, Slot
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, dims, starts_early
@@ -68,18 +62,6 @@ class Row:
             return self.plain.tensor
         assert self.int8x2 is not None
         return self.int8x2.tensor if isinstance(self.int8x2, Slot) else self.int8x2
-
-
-@dataclass(frozen=True)
-class RowToNorm:
-    """One row of activations that every program normalises."""
-
-    x: Slot
-    gain: torch.Tensor
-    eps: float
-
-    def of(self, format: str) -> Normed:
-        return Normed(self.x.tensor, self.gain, self.eps)
 
 
 @dataclass(frozen=True)
@@ -115,22 +97,21 @@ def _row(site: Site, value: Value, format: str) -> tuple[Row, Launch | None]:
     return Row(source, to), prepare
 
 
-def _one(site: Site, m: Map, row: Row | RowToNorm, y: Slot, residual: Slot | None, alpha: float) -> None:
-    w, norm = m.weight, isinstance(row, RowToNorm)
-    (tile,) = tiles_for([w.format], w.n, w.k, norm)
+def _one(site: Site, m: Map, row: Row, y: Slot, residual: Slot | None, alpha: float) -> None:
+    w = m.weight
+    tile = tile_for(w.format, w.n, w.k)
     none = y.tensor
     site.launch(
         matvec, (cdiv(w.n, tile.rows),), y.tensor, row.of(w.format), m.planes, none if m.bias is None else m.bias,
         none if residual is None else residual.tensor, alpha, w.n, K=w.k, FORMAT=w.format, BIAS=m.bias is not None,
-        ADD=residual is not None, R=tile.rows, W=tile.words, DEEP=tile.deep, NORM=norm, ASM=not INTERPRETED,
-        warps=tile.warps, early=starts_early(site),
+        ADD=residual is not None, R=tile.rows, W=tile.words, DEEP=tile.deep, ASM=not INTERPRETED, warps=tile.warps,
+        early=starts_early(site),
     )  # fmt: skip
 
 
-def _several(site: Site, maps: Sequence[Map], row: Row | RowToNorm, ys: Sequence[Slot]) -> None:
+def _several(site: Site, maps: Sequence[Map], row: Row, ys: Sequence[Slot]) -> None:
     """Two to four maps of one row and one K; a third that is missing has no rows."""
-    norm = isinstance(row, RowToNorm)
-    tiles = tiles_for([m.weight.format for m in maps], sum(m.weight.n for m in maps), maps[0].weight.k, norm)
+    tiles = tiles_for([m.weight.format for m in maps], sum(m.weight.n for m in maps), maps[0].weight.k)
     rows, warps = tiles[0].rows, tiles[0].warps
     programs = sum(cdiv(m.weight.n, rows) for m in maps)
     ns = [m.weight.n for m in maps] + [0] * (3 - len(maps))
@@ -141,7 +122,7 @@ def _several(site: Site, maps: Sequence[Map], row: Row | RowToNorm, ys: Sequence
         matvecs, (programs,), y, tuple(row.of(f) for f in formats), tuple(m.planes for m in maps),
         tuple(y[i] if m.bias is None else m.bias for i, m in enumerate(maps)), tuple(ns), K=maps[0].weight.k,
         FORMATS=formats, BIAS=maps[0].bias is not None, R=rows, WORDS=tuple(t.words for t in tiles), DEEP=tiles[0].deep,
-        NORM=norm, ASM=not INTERPRETED, warps=warps, early=starts_early(site),
+        ASM=not INTERPRETED, warps=warps, early=starts_early(site),
     )  # fmt: skip
 
 
@@ -258,12 +239,10 @@ def norm_linear_row(site: Site, node: Node, fill: Fill | None = None) -> Launch:
         maps.append(_map(site, rest[:count]))
         del rest[:count]
     ys = [site.slot(v) for v in node.outputs]
-    formats, n = [m.weight.format for m in maps], sum(m.weight.n for m in maps)
-    row: Row | RowToNorm
-    if fill is None and norms_inside(formats, n, spec.norm.k):
-        row, normed = RowToNorm(site.slot(node.inputs[0]), site.vector(node.inputs[1]), spec.norm.eps), None
-    else:
-        row, normed = _normed(site, spec.norm, node.inputs, formats, fill)
+    if fill is None and len(maps) == 1 and own_row.takes_norm(maps[0].weight.format, maps[0].weight.n, spec.norm.k):
+        source, gain = site.slot(node.inputs[0]), site.vector(node.inputs[1])  # type: ignore[arg-type]
+        return own_row.build_norm(site, spec.norm, source, gain, ys[0], maps[0].weight, maps[0].bias)
+    row, normed = _normed(site, spec.norm, node.inputs, [m.weight.format for m in maps], fill)
     # One launch has either biases throughout or none.
     groups = [
         chosen[i : i + _AT_ONCE]
@@ -273,8 +252,7 @@ def norm_linear_row(site: Site, node: Node, fill: Fill | None = None) -> Launch:
     ]
 
     def one_row(batch: Batch) -> None:
-        if normed is not None:
-            normed(batch)
+        normed(batch)
         for group in groups:
             if len(group) == 1:
                 _one(site, maps[group[0]], row, ys[group[0]], None, 1.0)

@@ -6,7 +6,7 @@ L2 cache for whole rows at that point made a step of Mistral-7B slower (H200, 1.
 the first of x, not when the sums are there: 8 layers of Mistral-7B 444.9 us for 449.3 (H200, 2026-11-27).
 
     y          [N], the compute type or float32
-    x          one row of K, int8x2 (`formats/int8x2.py`) as int32, or for F16 and BF16 the compute type; `Normed` if NORM
+    x          one row of K, int8x2 (`formats/int8x2.py`) as int32, or for F16 and BF16 the compute type
     w, up      Planes of a weight [N, K], as `formats/table.py: matvec_planes` views them; `up` beside a gate w
     bias       [N] float32, read if BIAS; any pointer else
     residual   [N] float32, read if ADD: y = residual + alpha * (W x + bias)
@@ -15,15 +15,11 @@ the first of x, not when the sums are there: 8 layers of Mistral-7B 444.9 us for
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 import triton
 import triton.language as tl
 
 from quarrel.triton_backend.elementwise.activation import activate
 from quarrel.triton_backend.formats.dots import load_tile, products, tile_products
-from quarrel.triton_backend.formats.int8_dots import masked_load
-from quarrel.triton_backend.formats.row_blocks import rounded_row
 from quarrel.triton_backend.formats.table import word_columns
 from quarrel.triton_backend.linear.maps import Maps, Serves
 from quarrel.triton_backend.runtime.arrays import Planes
@@ -88,71 +84,34 @@ def store_row(y, sums, bias, add, first, N, alpha, BIAS: tl.constexpr, ADD: tl.c
     tl.store(y + n, sums.to(y.dtype.element_ty), mask=n < N)
 
 
-class Normed(NamedTuple):
-    """A row that every program normalises: x [K] float32 or the compute type, gain [K] float32."""
-
-    x: Any
-    gain: Any
-    eps: Any
-
-
-@triton.jit
-def normed_sums(
-    FORMAT: tl.constexpr, w, row, first, N, K: tl.constexpr, R: tl.constexpr, W: tl.constexpr, PDL: tl.constexpr,
-    ASM: tl.constexpr,
-):  # fmt: skip
-    """Products of rows first.. [R] with the RMS norm of a row (`Normed`), in integers; a tile is whole rows.
-
-    The norm is x * gain times one factor, which multiplies the sums: blocks are rounded and multiplied before it is known.
-    """
-    COLUMNS: tl.constexpr = word_columns(FORMAT)
-    MASK: tl.constexpr = K != W * COLUMNS
-    n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
-    q, u, s, t = load_tile(FORMAT, w, n, first, N, 0, K, R, W, ASM)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    # Four columns a thread of either type, so that both are in the same threads.
-    i = tl.arange(0, COLUMNS)[:, None] * W + tl.max_contiguous(tl.arange(0, W), 4)[None, :]
-    gain = masked_load(row.gain + i, i < K, MASK)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    v = masked_load(row.x + i, i < K, MASK).to(tl.float32)
-    squares = tl.sum(v * v, 0)
-    x = rounded_row(FORMAT, v * gain, W, ASM)
-    sums = tl.sum(products(FORMAT, q, u, s, t, x, R, W, ASM), 1)
-    return sums * (1.0 / tl.sqrt(tl.sum(squares, 0) / K + row.eps))
-
-
-@triton.jit
-def _map_rows(
-    y, x, w, bias, N, tile, K: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-    PDL: tl.constexpr, DEEP: tl.constexpr, NORM: tl.constexpr, ASM: tl.constexpr, residual=None, alpha=1.0,
-    ADD: tl.constexpr = False,
-):  # fmt: skip
-    """A tile's rows of a map."""
-    first = tile * R
-    if NORM:
-        sums, add = normed_sums(FORMAT, w, x, first, N, K, R, W, PDL, ASM), 0.0
-    else:
-        sums, add = row_sums(FORMAT, w, x, first, N, K, R, W, PDL, DEEP, ASM, residual, ADD)
-    store_row(y, sums, bias, add, first, N, alpha, BIAS, ADD, R)
-
-
 @triton.jit
 def matvec(
     y, x, w, bias, residual, alpha, N,
     K: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
-    PDL: tl.constexpr, DEEP: tl.constexpr, NORM: tl.constexpr, ASM: tl.constexpr,
+    PDL: tl.constexpr, DEEP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Grid (N / R)."""
-    _map_rows(y, x, w, bias, N, tl.program_id(0), K, FORMAT, BIAS, R, W, PDL, DEEP, NORM, ASM, residual, alpha, ADD)
+    first = tl.program_id(0) * R
+    sums, add = row_sums(FORMAT, w, x, first, N, K, R, W, PDL, DEEP, ASM, residual, ADD)
+    store_row(y, sums, bias, add, first, N, alpha, BIAS, ADD, R)
+
+
+@triton.jit
+def _map_rows(
+    y, x, w, bias, n, tile, K: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    PDL: tl.constexpr, DEEP: tl.constexpr, ASM: tl.constexpr,
+):  # fmt: skip
+    """A tile's rows of one of several maps."""
+    first = tile * R
+    sums, add = row_sums(FORMAT, w, x, first, n, K, R, W, PDL, DEEP, ASM)
+    store_row(y, sums, bias, add, first, n, 1.0, BIAS, False, R)
 
 
 @triton.jit
 def matvecs(
     ys, xs, ws, biases, ns,
     K: tl.constexpr, FORMATS: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, WORDS: tl.constexpr, PDL: tl.constexpr,
-    DEEP: tl.constexpr, NORM: tl.constexpr, ASM: tl.constexpr,
+    DEEP: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
     """Three maps of one row, or four: of each argument a tuple of so many; the programs of the first map come first."""
     # Parts of a constant are constants by annotation only (Triton 3.6).
@@ -170,13 +129,13 @@ def matvecs(
     t_2 = t_1 + tl.cdiv(ns[1], R)
     t_3 = t_2 + tl.cdiv(ns[2], R)
     if tile < t_1:
-        _map_rows(ys[0], xs[0], ws[0], biases[0], ns[0], tile, K, F0, BIAS, R, W0, PDL, DEEP, NORM, ASM)
+        _map_rows(ys[0], xs[0], ws[0], biases[0], ns[0], tile, K, F0, BIAS, R, W0, PDL, DEEP, ASM)
     elif tile < t_2:
-        _map_rows(ys[1], xs[1], ws[1], biases[1], ns[1], tile - t_1, K, F1, BIAS, R, W1, PDL, DEEP, NORM, ASM)
+        _map_rows(ys[1], xs[1], ws[1], biases[1], ns[1], tile - t_1, K, F1, BIAS, R, W1, PDL, DEEP, ASM)
     elif tile < t_3:
-        _map_rows(ys[2], xs[2], ws[2], biases[2], ns[2], tile - t_2, K, F2, BIAS, R, W2, PDL, DEEP, NORM, ASM)
+        _map_rows(ys[2], xs[2], ws[2], biases[2], ns[2], tile - t_2, K, F2, BIAS, R, W2, PDL, DEEP, ASM)
     elif FOUR:
-        _map_rows(ys[3], xs[3], ws[3], biases[3], ns[3], tile - t_3, K, F3, BIAS, R, W3, PDL, DEEP, NORM, ASM)
+        _map_rows(ys[3], xs[3], ws[3], biases[3], ns[3], tile - t_3, K, F3, BIAS, R, W3, PDL, DEEP, ASM)
 
 
 @triton.jit

@@ -13,8 +13,6 @@ from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_tw
 
 LARGEST_WALK = 1 << 25
 """Weights of a gate (or its up matrix) of which a walk may be worth it."""
-_MULTIPROCESSORS = 132
-"""Of an H200: cuts are by format and shape alone."""
 
 
 @dataclass(frozen=True)
@@ -174,37 +172,9 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(found).multi_processor_count
 
 
-def tiles_for(formats: Sequence[str], n: int, k: int, norm: bool = False) -> list[Tile]:
-    """For maps of one row that share a launch, `n` outputs in all: rows and warps are the same for each.
-
-    norm: programs normalise the row themselves, so a tile is whole rows, all on their way before the wait.
-    """
-    if norm:
-        rows = 16 if INTERPRETED else _rows_behind_a_norm(n)
-        columns = _columns_behind_a_norm(k)
-        return [Tile(rows, _words(f, columns), columns // 1024) for f in formats]
+def tiles_for(formats: Sequence[str], n: int, k: int) -> list[Tile]:
+    """For maps of one row that share a launch, `n` outputs in all: rows and warps are the same for each."""
     tiles = [tile_for(f, n, k) for f in formats]
     if len({(t.rows, t.warps) for t in tiles}) > 1:
         return [Tile(2, min(t.words, 128), 1, t.deep) for t in tiles]
     return tiles
-
-
-def norms_inside(formats: Sequence[str], n: int, k: int) -> bool:
-    """Whether the programs of maps of one row, `n` outputs in all, each compute its norm: by formats and shape alone.
-
-    By count (sm_90): 330 to 380 instructions a thread, which has 32 columns of whole rows. 2^20 columns are 1024 warps: at
-    most 0.4 us of an H200's 528 schedulers. What goes is a launch of 1.3 us.
-    """
-    columns = _columns_behind_a_norm(k)
-    programs = cdiv(n, _rows_behind_a_norm(n))
-    return not any(f in FLOATS for f in formats) and columns <= 8192 and programs * columns <= 1 << 20
-
-
-def _rows_behind_a_norm(n: int) -> int:
-    """Eight share a norm where every multiprocessor still has a program."""
-    return 8 if n >= 8 * _MULTIPROCESSORS else 4
-
-
-def _columns_behind_a_norm(k: int) -> int:
-    """Of a tile: whole rows in whole warps."""
-    return max(1024, power_of_two(k))

@@ -1,13 +1,13 @@
 """Matvecs of one row whose programs each make all of that row by themselves, in registers: a launch less in front of them.
 
-    y = W (act(gate) * up)                                      few columns
-    y = W h,  h = factor * (stream + scale * norm(x))           few outputs, so few programs; the first one leaves h
+    y = W (act(gate) * up)     few columns
+    y = W norm(x)              a row that one warp holds
 
-A tile is R whole rows of W, on their way before the wait. The row is made as the launches that this replaces make it: a
-column or a few to a thread, then as int8x2 to the threads that have the codes.
+A tile is R whole rows of W, on their way before the wait. The row is made a column or a few to a thread, then goes as
+int8x2 to the threads that have the codes (`dots.made_x`).
 
     y        [N], the compute type or float32
-    w, bias  as in `matvec_kernels.py`;  rounded  a pointer of the type that the value between is rounded to
+    w, bias  as in `matvec_kernels.py`
     K        columns of the row;  C  their next power of two, at least 32
 """
 
@@ -23,28 +23,27 @@ import triton.language as tl
 from quarrel.ops.activation import GatedSpec
 from quarrel.ops.contract import Compute
 from quarrel.ops.linear import LINEAR
+from quarrel.ops.norm import NormSpec
 from quarrel.ops.program import Node
 from quarrel.triton_backend.elementwise.activation import activate
-from quarrel.triton_backend.elementwise.norm import added
-from quarrel.triton_backend.elementwise.norm_add import NormAdd
 from quarrel.triton_backend.formats.dots import load_tile, made_x, products
 from quarrel.triton_backend.formats.int8x2 import reads_int8x2
-from quarrel.triton_backend.formats.table import matvec_planes, word_columns
+from quarrel.triton_backend.formats.table import INTEGERS, matvec_planes, word_columns
 from quarrel.triton_backend.linear.matvec_kernels import store_row
-from quarrel.triton_backend.runtime.arrays import Slot
+from quarrel.triton_backend.runtime.arrays import Packed, Slot
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, power_of_two
-from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
+from quarrel.triton_backend.runtime.site import Launch, Site, starts_early
 
 MOST_GATED = 1024
 """Columns of a gate that every program computes."""
-MOST_NORMED = 4096
-"""Columns of a norm that every program computes, at most 16 a thread."""
-MOST_OUTPUTS = 512
-_PROGRAMS = 132
-"""At most of a norm: all run at once."""
 _GATED_ROWS = 16
 """By count, 2560 rows of 256 columns in Q4_K: 160 programs of 272 instructions by four warps, for 1280 of 397 by one with
 two rows each, as a matvec alone has."""
+MOST_NORMED, MOST_PROGRAMS = 1024, 1024
+"""Columns of a norm that every program computes, and how many programs may do so: 0.3 us of an H200's schedulers for a
+launch of 1.25. One warp has the row; where two have it, 2048 columns, maps and norm take 3.3 us for 2.9 in two launches
+(GLM-4.7-Flash), and TinyLlama 474 us a step for 461."""
+_NORMED_ROWS = 8
 
 
 @triton.jit
@@ -53,7 +52,8 @@ def gated_matvec(
     K: tl.constexpr, KIND: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     PDL: tl.constexpr, ASM: tl.constexpr,
 ):  # fmt: skip
-    """gate [K] and columns start.. of up, each float32 or the compute type. Grid (N / R)."""
+    """gate [K] and columns start.. of up, each float32 or the compute type; their product is rounded to the type of
+    `rounded`. Grid (N / R)."""
     W: tl.constexpr = C // word_columns(FORMAT)
     first = tl.program_id(0) * R
     n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
@@ -71,12 +71,15 @@ def gated_matvec(
 
 
 @triton.jit
-def norm_add_matvec(
-    y, h, x, stream, gain, rounded, eps, scale, factor, w, bias, N,
+def norm_matvec(
+    y, x, gain, eps, w, bias, N,
     K: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, R: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """x [K] float32 or the compute type; h, stream and gain [K] float32, h nowhere in stream or x. Grid (N / R)."""
+    """x [K] float32 or the compute type, gain [K] float32. Grid (N / R).
+
+    The RMS norm is x * gain times one factor, which multiplies the sums: blocks are rounded before it is known.
+    """
     W: tl.constexpr = C // word_columns(FORMAT)
     first = tl.program_id(0) * R
     n = tl.minimum(first + tl.arange(0, R), N - 1).to(tl.int64)
@@ -87,60 +90,49 @@ def norm_add_matvec(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     v = tl.load(x + column, mask=column < K, other=0.0).to(tl.float32)
-    left = tl.load(stream + column, mask=column < K, other=0.0)
-    v = v * (1.0 / tl.sqrt(tl.sum(v * v, 0) / K + eps)) * weight
-    v = added(left, v, rounded, scale, factor)
-    if first == 0:
-        tl.store(h + column, v, mask=column < K)
-    row = made_x(FORMAT, tl.reshape(v, (C // 32, 2, 16)))
+    row = made_x(FORMAT, tl.reshape(v * weight, (C // 32, 2, 16)))
     sums = tl.sum(products(FORMAT, q, u, s, t, row, R, W, ASM), 1)
+    sums *= 1.0 / tl.sqrt(tl.sum(v * v, 0) / K + eps)
     store_row(y, sums, bias, sums, first, N, 1.0, BIAS, False, R)
 
 
 def takes_gated(gate: Node, linear: Node, compute: Compute) -> bool:
     """Whether programs of a LINEAR compute the GATED that it reads."""
     spec: GatedSpec = gate.spec
-    return _takes(linear, compute) and not spec.per_row and spec.n <= MOST_GATED
+    reads = linear.op is LINEAR and reads_int8x2(linear, compute) and linear.outputs[0].dims[0] == "T"
+    return reads and not spec.per_row and spec.n <= MOST_GATED
 
 
-def takes_norm_add(made: NormAdd, linear: Node, compute: Compute) -> bool:
-    """Whether programs of a LINEAR compute the sum that it reads."""
-    few = _takes(linear, compute) and linear.spec.n <= MOST_OUTPUTS and linear.spec.k <= MOST_NORMED
-    return few and made.fits_a_row()
-
-
-def _takes(linear: Node, compute: Compute) -> bool:
-    return linear.op is LINEAR and reads_int8x2(linear, compute) and linear.outputs[0].dims[0] == "T"
+def takes_norm(format: str, n: int, k: int) -> bool:
+    """Whether programs of a map of n outputs compute the RMS norm of the row that it reads."""
+    return format in INTEGERS and k <= MOST_NORMED and cdiv(n, _NORMED_ROWS) <= MOST_PROGRAMS
 
 
 def build_gated(site: Site, gate: Node, linear: Node) -> Launch:
     """LINEAR of a GATED, of one row."""
     spec: GatedSpec = gate.spec
     source, up, rounded = (site.slot(v) for v in (*gate.inputs, gate.outputs[0]))  # type: ignore[arg-type]
-    given, warps = (source, up, spec.start, rounded), 4 if spec.n <= 512 else 8
-    return _launch(site, linear, gated_matvec, given, _GATED_ROWS, warps, KIND=spec.activation)
+    _, matrix, *biases = linear.inputs
+    bias = site.vector(biases[0]) if biases else None  # type: ignore[arg-type]
+    w, y, given = site.weight(matrix), site.slot(linear.outputs[0]), (source, up, spec.start, rounded)  # type: ignore[arg-type]
+    return _launch(site, y, w, bias, gated_matvec, given, _GATED_ROWS, 4 if spec.n <= 512 else 8, KIND=spec.activation)
 
 
-def build_norm_add(site: Site, made: NormAdd, linear: Node) -> Launch:
-    """LINEAR of a sum, of one row, with the sum itself."""
-    spec, onto = made.norm.spec, made.onto()
-    x, gain = made.norm.inputs[:2]
-    values = [site.slot(v) for v in (onto.out, x, onto.stream)]  # type: ignore[arg-type]
-    given = (*values, site.vector(gain), site.slot(made.norm.outputs[0]), spec.eps, onto.scale, onto.factor)  # type: ignore[arg-type]
-    rows = _GATED_ROWS if INTERPRETED else power_of_two(cdiv(linear.spec.n, _PROGRAMS))
-    # Warps as `NormAdd.row` has them, whose sum of squares this is.
-    return _launch(site, linear, norm_add_matvec, given, rows, 8 if spec.k > 2048 else 4)
+def build_norm(
+    site: Site, spec: NormSpec, x: Slot, gain: torch.Tensor, y: Slot, w: Packed, bias: torch.Tensor | None
+) -> Launch:
+    """A map of a norm of x, of one row."""
+    return _launch(site, y, w, bias, norm_matvec, (x, gain, spec.eps), 16 if INTERPRETED else _NORMED_ROWS, 1)
 
 
 def _launch(
-    site: Site, linear: Node, kernel: Any, given: Sequence[Slot | torch.Tensor | float], rows: int, warps: int, **told: Any
-) -> Launch:
+    site: Site, y: Slot, w: Packed, bias: torch.Tensor | None, kernel: Any, given: Sequence[Slot | torch.Tensor | float],
+    rows: int, warps: int, **told: Any,
+) -> Launch:  # fmt: skip
     """`given` stands between y and the weight."""
-    _, matrix, *biases = linear.inputs
-    w, y = site.weight(matrix), site.slot(linear.outputs[0])  # type: ignore[arg-type]
-    bias, planes = site.vector(biases[0]) if biases else None, matvec_planes(w)  # type: ignore[arg-type]
+    planes = matvec_planes(w)
 
-    def run(batch: Batch) -> None:
+    def run(batch: object) -> None:
         row = (a.tensor if isinstance(a, Slot) else a for a in given)
         site.launch(
             kernel, (cdiv(w.n, rows),), y.tensor, *row, planes, y.tensor if bias is None else bias, w.n, K=w.k,
