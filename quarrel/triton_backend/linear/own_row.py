@@ -127,7 +127,7 @@ def build_norm(
 
 def _launch(
     site: Site, y: Slot, w: Packed, bias: torch.Tensor | None, kernel: Any, given: Sequence[Slot | torch.Tensor | float],
-    rows: int, warps: int, **told: Any,
+    rows: int, warps: int, **constants: Any,
 ) -> Launch:  # fmt: skip
     """`given` stands between y and the weight."""
     planes = matvec_planes(w)
@@ -137,7 +137,7 @@ def _launch(
         site.launch(
             kernel, (cdiv(w.n, rows),), y.tensor, *row, planes, y.tensor if bias is None else bias, w.n, K=w.k,
             FORMAT=w.format, BIAS=bias is not None, R=rows, C=max(power_of_two(w.k), 32), ASM=not INTERPRETED, warps=warps,
-            early=starts_early(site), **told,
+            early=starts_early(site), **constants,
         )  # fmt: skip
 
     return run
