@@ -19,7 +19,6 @@ from quarrel.triton_backend.attention.rope import left_to_attention
 from quarrel.triton_backend.attention.splits import MOST_SPLITS
 from quarrel.triton_backend.experts.host import is_hosted
 from quarrel.triton_backend.experts.joined import joins
-from quarrel.triton_backend.experts.sorted_rows import SortedRows, products_of_a_layer
 from quarrel.triton_backend.formats.int8x2 import readers, words
 from quarrel.triton_backend.formats.weights import Weights
 from quarrel.triton_backend.linear.left_parts import LeftParts, left_to_norms
@@ -93,7 +92,6 @@ class Plan(Site):
         read = [(v.id, at) for i, at in pairs for v in nodes[i].inputs if isinstance(v, Value)]
         self._until |= {id: max(at, self._until.get(id, 0)) for id, at in read}
         adds = left_to_norms(nodes, self.kept | left_alone)
-        self._sorted = {v.id: SortedRows() for v in products_of_a_layer(nodes, self.kept | left_alone)}
         self._left_parts = {nodes[i].outputs[0].id: LeftParts() for i, _ in adds}
         self._until |= fuse.until_added(fusions, nodes, adds, self._until)
         self.nbytes = 0
@@ -221,9 +219,6 @@ class Plan(Site):
 
     def left_parts(self, value: Value) -> LeftParts | None:
         return self._left_parts.get(value.id)
-
-    def sorted_rows(self, value: Value) -> SortedRows | None:
-        return self._sorted.get(value.id)
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self._scratch.want(dim, width, dtype, self._empty.view(dtype))

@@ -16,14 +16,12 @@ import torch
 from quarrel.gguf import GGMLType
 from quarrel.ops import draw
 from quarrel.triton_backend.elementwise import ring_x
-from quarrel.triton_backend.experts.maps import ExpertMaps
-from quarrel.triton_backend.experts.ring import Ring, gather_by_expert
-from quarrel.triton_backend.experts.sorted_rows import SortedRows
+from quarrel.triton_backend.experts.ring import gather_by_expert
 from quarrel.triton_backend.formats.pack import blank, put
 from quarrel.triton_backend.formats.table import RING
 from quarrel.triton_backend.linear import ring, ring_kernels
 from quarrel.triton_backend.linear.ring import Cut, Ending, Product, Rows
-from quarrel.triton_backend.runtime.arrays import Packed, Slot
+from quarrel.triton_backend.runtime.arrays import Packed
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv, launch
 from tests.triton_backend import gluon_emulator, ptx_emulator
 
@@ -263,8 +261,8 @@ def test_rows_of_experts(
     items, order, starts = (torch.full((size,), -1, dtype=torch.int32) for size in (1 + 4 * 8, ids.size, experts + 1))
     launch(
         gather_by_expert, (ids.size + 1, cdiv(made.padded, 1024)), rows, items, x, order, starts,
-        torch.from_numpy(ids.reshape(-1)), rows, ids.size, k, EXPERTS=experts, PADDED=8, PER_TOKEN=used, KP=made.padded,
-        BT=cut.width, C=1024, GROUPS=32, BEHIND_K=0, BEHIND_KP=0, early=False,
+        torch.from_numpy(ids.reshape(-1)), ids.size, k, EXPERTS=experts, PADDED=8, PER_TOKEN=used, KP=made.padded,
+        BT=cut.width, C=1024, GROUPS=32, early=False,
     )  # fmt: skip
     made.launch(y, Rows(made.rows(rows, ids.size, cut.width), items, order), cut)
     want = np.empty((ids.size, n))
@@ -274,70 +272,6 @@ def test_rows_of_experts(
         sums = [w.dense[of] @ row + b[expert].numpy() for w, b in zip(given, biases, strict=True)]
         want[pair] = ACTIVATIONS[activation](*sums)
     check(y, want)
-
-
-class Place:
-    """What `Ring` asks of a site; buffers are full of NaN."""
-
-    generation, deterministic, compute = 9, False, "float16"
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-
-    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, **named: Any) -> None:
-        self.names.append(kernel.__name__)
-        named.pop("early")
-        if kernel is ring_kernels.ring:
-            emulated(kernel, grid, *args, **named)
-        else:
-            launch(kernel, grid, *args, **named, early=False)
-
-    def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
-        return Slot(torch.full((width,), torch.nan if dtype.is_floating_point else -1, dtype=dtype))
-
-    def lasting(self, name: str, width: int, dtype: torch.dtype) -> Slot:
-        return self.scratch("one", width, dtype)
-
-
-@pytest.mark.parametrize(
-    ("format", "k", "n", "activation", "tokens"),
-    [
-        ("Q4_K", 512, 256, "silu", 5),
-        ("MXFP4", 352, 96, "oai", 5),
-        ("Q5_0", 352, 288, "relu2", 3),
-        ("Q8_0", 96, 64, "silu", 9),
-    ],
-)
-@pytest.mark.parametrize("groups", [False, True])
-def test_what_up_leaves_is_what_down_gathers(
-    format: str, k: int, n: int, activation: str, tokens: int, groups: bool, programs: Callable[[int, int], None]
-) -> None:
-    """To the bit, with whole super-blocks and without, where up groups the pairs and where they are grouped."""
-    programs(3, 2)
-    experts, used, number = 4, 2, 2 if activation in ("silu", "oai") else 1
-    rng = np.random.default_rng(tokens)
-    ids = np.stack([rng.permutation(experts)[:used] for _ in range(tokens)]).astype(np.int32)
-    pairs = ids.size
-    up = [weights(GGMLType[format], experts * n, k, i).packed for i in range(number)]
-    down = weights(GGMLType[format], experts * k, n - n % 32, 7).packed
-    found = []
-    for leaves in (SortedRows(), None):
-        site = Place()
-        made = ExpertMaps(up, [normal(i, experts, n) for i in range(number)], experts, used, activation, leaves=leaves)
-        first, second = Ring(site, made), Ring(site, ExpertMaps([down], [], experts, used, "none", True, leaves))  # type: ignore[arg-type]
-        order, starts, own = (Slot(torch.full((size,), -1, dtype=torch.int32)) for size in (pairs, experts + 1, pairs))
-        own.tensor.copy_(torch.from_numpy(ids.reshape(-1)))
-        if not groups:
-            order.tensor.copy_(torch.from_numpy(np.argsort(ids.reshape(-1), kind="stable").astype(np.int32)))
-            starts.tensor.copy_(torch.from_numpy(np.searchsorted(np.sort(ids.reshape(-1)), np.arange(experts + 1))))
-        x, y, out = Slot(normal(5, tokens, k)), Slot(unwritten(pairs, n).half()), Slot(unwritten(pairs, k))
-        first(y, x, order, starts, pairs, used, own if groups else None)
-        second(out, y, order, starts, pairs, 1)
-        assert site.names.count("gather_by_expert") == (1 if leaves else 2)
-        assert y.tensor.isnan().all() == (leaves is not None)
-        found.append(out.tensor)
-    assert found[0].isfinite().all()
-    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("meets", [True, False])

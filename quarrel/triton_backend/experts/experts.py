@@ -146,8 +146,7 @@ def build_expert_up(site: Site, node: Node) -> ExpertLaunch:
     biases = [site.vector(r) for r in refs[count:]]  # type: ignore[arg-type]
     group = _grouping(site, ids, spec.n_experts, spec.used)  # type: ignore[arg-type]
     if one_format(stacks):
-        leaves = site.sorted_rows(node.outputs[0])
-        together = ByPairs(site, ExpertMaps(stacks, biases, spec.n_experts, spec.used, spec.activation, leaves=leaves))
+        together = ByPairs(site, ExpertMaps(stacks, biases, spec.n_experts, spec.used, spec.activation))
 
         def run(batch: Batch) -> None:
             together(target, source, group(batch), batch.T * spec.used, spec.used)
@@ -221,8 +220,7 @@ def build_expert_down(site: Site, node: Node) -> ExpertLaunch:
     biases = [site.vector(r) for r in rest]  # type: ignore[arg-type]
     group = _grouping(site, ids, spec.n_experts, spec.used)  # type: ignore[arg-type]
     rows = site.scratch("T", spec.used * spec.n)
-    maps = ExpertMaps([stack], biases, spec.n_experts, spec.used, "none", True, site.sorted_rows(y))  # type: ignore[arg-type]
-    product = ByPairs(site, maps)
+    product = ByPairs(site, ExpertMaps([stack], biases, spec.n_experts, spec.used, "none"))
 
     def into(out: Slot, stream: Slot | None, scale: float, left: LeftParts | None = None) -> Launch:
         kept = rows if left is None else site.lasting("rows", MOST_ROWS * spec.used * spec.n, torch.float32)

@@ -23,7 +23,6 @@ from quarrel.triton_backend.experts.experts import Sum, build_mix, group_launch
 from quarrel.triton_backend.experts.kernels import ByPairs
 from quarrel.triton_backend.experts.maps import ExpertMaps, Grouping
 from quarrel.triton_backend.experts.route import More
-from quarrel.triton_backend.experts.sorted_rows import SortedRows
 from quarrel.triton_backend.formats.table import RING
 from quarrel.triton_backend.formats.weights import fit_beside
 from quarrel.triton_backend.linear.ring import declines_device
@@ -104,9 +103,8 @@ class Joined:
         chosen, last = self.more_of(site), self.shared_down if self.add is None else self.add
         x = site.slot(self.up.inputs[0])  # type: ignore[arg-type]
         stacks = [_whole(site, ref) for ref in self._stacks]
-        leaves, most = SortedRows(), ROWS * used
-        up = ByPairs(site, ExpertMaps(stacks, [], experts, used, first.activation, leaves=leaves, most=most))
-        down = ByPairs(site, ExpertMaps([_whole(site, self._down)], [], experts, used, "none", True, leaves, most))
+        up = ByPairs(site, ExpertMaps(stacks, [], experts, used, first.activation, ROWS * used))
+        down = ByPairs(site, ExpertMaps([_whole(site, self._down)], [], experts, used, "none", ROWS * used))
         y = site.scratch("one", ROWS * used * first.n, DTYPES[site.compute])
         left = None if self.add is None or self.rate is not None else site.left_parts(self.add.outputs[0])
         size = ROWS * used * second.n

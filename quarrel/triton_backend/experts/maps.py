@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch
 
-from quarrel.triton_backend.experts.sorted_rows import SortedRows
 from quarrel.triton_backend.linear.maps import UNLIMITED
 from quarrel.triton_backend.runtime.arrays import Packed, Slot
 
@@ -28,10 +27,6 @@ class ExpertMaps:
     used: int
     """Experts of a token."""
     activation: str
-    down: bool = False
-    """The product down of a layer."""
-    leaves: SortedRows | None = None
-    """Where the product up of a layer may leave its rows for the one down, which reads them there."""
     most: int | None = None
     """Pairs, where there are never more: then nothing is decoded beside the stacks."""
 

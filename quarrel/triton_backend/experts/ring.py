@@ -16,19 +16,8 @@ import triton.language as tl
 from quarrel.triton_backend.elementwise.ring_x import column_at
 from quarrel.triton_backend.experts.grouped import DECODE_FROM
 from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
-from quarrel.triton_backend.experts.sorted_rows import MOST_PAIRS as KEPT_PAIRS
 from quarrel.triton_backend.linear.maps import UNLIMITED
-from quarrel.triton_backend.linear.ring import (
-    LONG_ROWS,
-    PLAIN,
-    WIDTHS,
-    Cut,
-    Ending,
-    Product,
-    Rows,
-    declines_device,
-    declines_stacks,
-)
+from quarrel.triton_backend.linear.ring import LONG_ROWS, WIDTHS, Cut, Product, Rows, declines_device, declines_stacks
 from quarrel.triton_backend.runtime.arrays import Slot
 from quarrel.triton_backend.runtime.launch import cdiv, power_of_two
 from quarrel.triton_backend.runtime.site import Site, starts_early
@@ -42,16 +31,14 @@ _COLUMNS = 1024
 
 @triton.jit(do_not_specialize=["pairs"])
 def gather_by_expert(
-    rows, items, x, order, starts, ids, behind, pairs, K, EXPERTS: tl.constexpr, PADDED: tl.constexpr,
-    PER_TOKEN: tl.constexpr, KP: tl.constexpr, BT: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr,
-    BEHIND_K: tl.constexpr, BEHIND_KP: tl.constexpr, PDL: tl.constexpr,
+    rows, items, x, order, starts, ids, pairs, K, EXPERTS: tl.constexpr, PADDED: tl.constexpr, PER_TOKEN: tl.constexpr,
+    KP: tl.constexpr, BT: tl.constexpr, C: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """rows `[pairs, KP]` float16: row order[i] / PER_TOKEN of x `[tokens, K]`, columns by `column_at`, zero from K on.
 
     order `[pairs]` and starts `[EXPERTS + 1]` int32 are those of `group_pairs`; with GROUPS, at least the number of pairs,
     they are filled here from ids `[pairs]`. items int32: how many there are, then for each
-    expert, first row, rows, unused. Grid (pairs + 1, KP / C): the last programs list the items. Rows `behind`
-    `[pairs, BEHIND_KP]`, of the product behind this one, become zero from column BEHIND_K on.
+    expert, first row, rows, unused. Grid (pairs + 1, KP / C): the last programs list the items.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -75,11 +62,6 @@ def gather_by_expert(
         row = (pair // PER_TOKEN).to(tl.int64)
         v = tl.load(x + row * K + column, mask=column < K, other=0.0)
         tl.store(rows + to.to(tl.int64) * KP + place, v.to(tl.float16), mask=place < KP)
-        if BEHIND_K < BEHIND_KP:
-            last = BEHIND_KP - 256 + tl.arange(0, 256)
-            p = behind + i.to(tl.int64) * BEHIND_KP + last
-            none = tl.minimum(tl.program_id(1), 1) * BEHIND_KP  # the first program of a row does it
-            tl.store(p, tl.zeros([256], tl.float16), mask=column_at(last) >= BEHIND_K + none)
     elif tl.program_id(1) == 0:
         expert = tl.arange(0, PADDED)
         ok = expert < EXPERTS
@@ -114,11 +96,6 @@ _FAVOURED = 0.85
 """Of the experts that would be chosen if all were as likely, so many are, as `bench.ops.grouped_prompt` draws them."""
 
 
-def width_for(each: float) -> int:
-    """Rows of an item, for so many pairs an expert on average."""
-    return next((w for w in WIDTHS if w >= 1.5 * each), WIDTHS[-1])
-
-
 def cut_of(product: Product, each: float, experts: int) -> Cut:
     """For so many pairs an expert on average.
 
@@ -132,7 +109,7 @@ def cut_of(product: Product, each: float, experts: int) -> Cut:
     | Granite-4-h-tiny, down in Q6_K | 9.6 / 13.5 | 10.8 / 14.4 | 11.4 / 14.9 | 12.1 / 15.7 |
     | Mixtral, down in Q4_K | 89.5 / 103.1 | 69.1 / 76.4 | 70.6 / 75.9 | 63.4 / 72.0 |
     """
-    width = width_for(each)
+    width = next((w for w in WIDTHS if w >= 1.5 * each), WIDTHS[-1])
     if width > 16:
         return Cut.of(width)
     items = experts * (1 - math.exp(-each))  # as many are chosen if all are as likely; with favourites there are fewer
@@ -164,43 +141,26 @@ class Ring:
         self._product = Product(site, maps.stacks, maps.n, maps.activation, maps.biases)
         self.most = min(MOST_PAIRS, DECODE_FROM * maps.n_experts) if maps.most is None else maps.most
         """Pairs that it serves, but for a deterministic step: others would add in another order."""
-        self.k, self.padded = self._product.k, self._product.padded
-        self._leaves, self._down = (None if site.deterministic else maps.leaves), maps.down
-        if self._leaves is not None and self._down:
-            self._leaves.read_by(self, KEPT_PAIRS // WIDTHS[0] + maps.n_experts, site.lasting)
+        padded = self._product.padded
         if site.deterministic:
-            self._rows = site.scratch("T", maps.used * self.padded, torch.float16)
+            self._rows = site.scratch("T", maps.used * padded, torch.float16)
             self._items = site.scratch("T", 1 + 4 * (maps.used + maps.n_experts), torch.int32)
         else:
-            self._rows = site.scratch("one", self.most * self.padded, torch.float16)
+            self._rows = site.scratch("one", self.most * padded, torch.float16)
             self._items = site.scratch("one", 1 + 4 * (self.most // WIDTHS[0] + maps.n_experts), torch.int32)
 
     def __call__(
         self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int, ids: Slot | None = None
     ) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""
-        site, each, product, leaves = self._site, pairs / self._experts, self._product, self._leaves
+        site, each, product = self._site, pairs / self._experts, self._product
         cut = cut_of(product, each, self._experts)
         width = cut.width
-        rows, items, ending, reader = self._rows.tensor, self._items.tensor, PLAIN, None
-        if leaves is not None and self._down and leaves.take(pairs):
-            rows = product.rows(leaves.rows.tensor, pairs, width)
-            product.launch(y.tensor, Rows(rows, leaves.items.tensor, order.tensor), cut)
-            return
-        to, behind, behind_k, behind_padded = y.tensor, rows, 0, 0
-        if leaves is not None and not self._down and (reader := leaves.leave(pairs, width)) is not None:
-            to = behind = leaves.rows.tensor
-            items, ending = leaves.items.tensor, Ending(sorted=reader.padded)
-            behind_k, behind_padded = reader.k, reader.padded
+        rows, items = self._rows.tensor, self._items.tensor
         site.launch(
             gather_by_expert, (pairs + 1, cdiv(product.padded, _COLUMNS)), rows, items, x.tensor, order.tensor,
-            starts.tensor, order.tensor if ids is None else ids.tensor, behind, pairs, product.k, EXPERTS=self._experts,
+            starts.tensor, order.tensor if ids is None else ids.tensor, pairs, product.k, EXPERTS=self._experts,
             PADDED=power_of_two(self._experts), PER_TOKEN=per_token, KP=product.padded, BT=width, C=_COLUMNS,
-            GROUPS=0 if ids is None else max(16, power_of_two(pairs)), BEHIND_K=behind_k, BEHIND_KP=behind_padded,
-            early=starts_early(site),
+            GROUPS=0 if ids is None else max(16, power_of_two(pairs)), early=starts_early(site),
         )  # fmt: skip
-        product.launch(to, Rows(product.rows(rows, pairs, width), items, order.tensor), cut, ending=ending)
-
-    def width(self, pairs: int) -> int:
-        """Rows of an item, for so many pairs."""
-        return width_for(pairs / self._experts)
+        product.launch(y.tensor, Rows(product.rows(rows, pairs, width), items, order.tensor), cut)

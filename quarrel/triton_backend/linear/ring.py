@@ -112,8 +112,6 @@ class Ending(NamedTuple):
     further: tuple[torch.Tensor, ...] = ()
     """The second and third result of three maps in one matrix, of `rows` each."""
     rows: tuple[int, ...] = ()
-    sorted: int = 0
-    """Columns of rows that lie as the next product reads them, where y is those."""
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -248,8 +246,7 @@ class Product:
             BITS_TRANSPOSED=one.bits_transposed, FORMAT=self.format, GATED=gated, KIND=self._kind,
             BIAS=bool(self._biases) and not parts, BT=cut.width, STAGES=self._stages(cut), TILES=self.tiles(cut),
             T=cut.warps, LISTED=not rows.count, SPAN=cut.span, IN_TURN=ending.parts > 1, ADD=ending.residual is not None,
-            THREE=bool(ending.further), SORTED=ending.sorted, warps=cut.warps, early=starts_early(site),
-            maxnreg=_registers(cut),
+            THREE=bool(ending.further), warps=cut.warps, early=starts_early(site), maxnreg=_registers(cut),
         )  # fmt: skip
 
     def _stages(self, cut: Cut) -> int:

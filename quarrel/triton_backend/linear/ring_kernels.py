@@ -26,7 +26,6 @@ from triton.language.core import _aggregate as aggregate
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from quarrel.triton_backend.elementwise import activation as elementwise
-from quarrel.triton_backend.elementwise import ring_x
 from quarrel.triton_backend.formats.ring_tiles import (
     decode,
     double_entries,
@@ -46,7 +45,6 @@ _barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
 _copy = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 _activate = gluon.jit(elementwise.activate.fn)
-_place_of = gluon.jit(ring_x.place_of.fn)
 
 
 @aggregate
@@ -224,7 +222,7 @@ def _produce(codes, up_codes, scale, up_scale, bits, up_bits, top, up_top, x, it
 @gluon.jit
 def _consume(
     y, items, tokens, epilogue, N, part_stride, stages, KIND: gl.constexpr, BIAS: gl.constexpr, ADD: gl.constexpr,
-    THREE: gl.constexpr, SORTED: gl.constexpr, how,
+    THREE: gl.constexpr, how,
 ):  # fmt: skip
     """T warps: decodes and multiplies the tile of rows of each stage."""
     T: gl.constexpr = how.T
@@ -342,9 +340,7 @@ def _consume(
             if KIND == "relu2":
                 value = gl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
                 value = value * value
-        if SORTED > 0:
-            pair = (first + j).to(gl.int64)
-        elif how.LISTED:
+        if how.LISTED:
             pair = gl.load(items[1] + first + j, mask=j < count, other=0).to(gl.int64)
         else:
             pair = (first + j).to(gl.int64)
@@ -361,9 +357,6 @@ def _consume(
             _add(y, epilogue, gl.convert_layout(fourth_part, PART), j + 96, i, tokens, N)
         elif ADD:
             _add(y, epilogue, value, first + j, i, tokens, N)
-        elif SORTED > 0:
-            p = y + pair[None, :] * SORTED + _place_of(i)[:, None]
-            gl.store(p, value.to(y.dtype.element_ty), mask=(j < count)[None, :] & (i < N)[:, None])
         elif THREE:
             out, width, before = _one_of_three(y, epilogue, tile)
             p = out + pair[None, :] * width + (i - before)[:, None]
@@ -410,7 +403,6 @@ def ring(
     FORMAT: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, T: gl.constexpr, LISTED: gl.constexpr, PDL: gl.constexpr,
     SPAN: gl.constexpr = 1, IN_TURN: gl.constexpr = False, ADD: gl.constexpr = False, THREE: gl.constexpr = False,
-    SORTED: gl.constexpr = 0,
 ):  # fmt: skip
     """y `[pairs, N]` = activation(x W^T + bias) for the pairs of `items`, or sums of parts of K `[PARTS, pairs, N]`.
 
@@ -429,7 +421,6 @@ def ring(
     epilogue: biases float32 `[matrices, N]` of the matrix and of the up matrix, 2^-shift and 2^shift; then, if ADD, a
         residual `[rows, N]` and alpha: y = residual + alpha * (x W^T + bias); if THREE, the second and the third result of
         three maps in one matrix, of which y is the first, and the rows of each, multiples of a tile.
-    SORTED: y is rows of so many columns of the next product, those of x one by one, as `elementwise/ring_x.py` orders them.
     IN_TURN: parts of K are one unit, whose sums are added in order as `ring.add_parts` adds them: the same bits.
     part_stride: values from one part's sums to the next. tokens: rows of x, unless LISTED.
     Grid: any number of programs.
@@ -463,7 +454,7 @@ def ring(
     stages = Stages(s_codes, s_scale, s_bits, s_top, s_x, full, free)
     gl.warp_specialize(
         [
-            (_consume, (y, items, tokens, epilogue, N, part_stride, stages, KIND, BIAS, ADD, THREE, SORTED, how)),
+            (_consume, (y, items, tokens, epilogue, N, part_stride, stages, KIND, BIAS, ADD, THREE, how)),
             (_produce, (
                 codes, up_codes, scale, up_scale, bits, up_bits, top, up_top, x, items, tokens, N, stages, how,
             )),

@@ -15,7 +15,6 @@ from quarrel.triton_backend.runtime.arrays import E4M3, Cache, Decoded, Packed, 
 from quarrel.triton_backend.runtime.launch import Launcher
 
 if TYPE_CHECKING:
-    from quarrel.triton_backend.experts.sorted_rows import SortedRows
     from quarrel.triton_backend.linear.left_parts import LeftParts
 
 
@@ -155,10 +154,6 @@ class Site(Protocol):
 
     def left_parts(self, value: Value) -> LeftParts | None:
         """Where the map that makes this stream leaves parts of K to the norm that reads it first, if one does."""
-        return None
-
-    def sorted_rows(self, value: Value) -> SortedRows | None:
-        """Where experts' product up, which makes this value, may leave it to their product down, its one reader."""
         return None
 
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
