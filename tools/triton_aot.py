@@ -738,7 +738,8 @@ def variants(
         ]
     )
     together = (v for c in computes for program in programs for v in record_block(program, c, generation))
-    left = (v for c in computes for s in STREAMS for v in record_block(stream_block(*s), c, generation, (8, 32, 64)))
+    leaving = (*(stream_block(*s) for s in STREAMS), expert_block(*EXPERT_BLOCKS[0]))
+    left = (v for c in computes for program in leaving for v in record_block(program, c, generation, (64,)))
     return list(dict.fromkeys((*alone, *together, *(() if mode.deterministic else left))))
 
 

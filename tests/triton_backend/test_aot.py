@@ -50,7 +50,7 @@ def compiled(process: Forked, *arguments: str) -> dict[str, object]:
         ("sm_90", "Q8_0", "float16", "rope_rows", 1),
         ("sm_90", "Q8_0", "float16", "gated_conv", 1),
         ("sm_90", "Q4_K", "float16", "gated_matvec", 1),
-        ("sm_90", "Q8_0", "float16", "norm_add_matvec", 1),
+        ("sm_90", "Q8_0", "float16", "norm_matvec", 1),
     ],
     ids=[
         "linear sm_90",

@@ -25,7 +25,7 @@ from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.elementwise import norm as norms
 from quarrel.triton_backend.elementwise import ring_x, wgmma_x
 from quarrel.triton_backend.experts.experts import mix_pairs
-from quarrel.triton_backend.linear import kernels, tiles
+from quarrel.triton_backend.linear import kernels, left_parts, tiles
 from quarrel.triton_backend.linear.left_parts import MOST_ROWS, Kind, LeftParts, Parts, left_to_norms
 from quarrel.triton_backend.linear.maps import Maps, Serves
 from quarrel.triton_backend.linear.matmul import Epilogue
@@ -178,6 +178,7 @@ def test_steps_of_some_rows_leave_parts_and_others_do_not(
 ) -> None:
     made, asked = stream_of(reads), list[int]()
     monkeypatch.setattr(kernels, "KERNELS", (stand_in(asked), *kernels.KERNELS))
+    monkeypatch.setattr(left_parts, "LEAST_ROWS", 2)
     step, reference = backend.compile(made, Weights(), LIMITS, "float16"), Reference(made)
     assert isinstance(step, TritonStep)
     if INTERPRETED:

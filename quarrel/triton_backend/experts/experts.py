@@ -22,7 +22,7 @@ from quarrel.ops.registry import Implementation
 from quarrel.triton_backend.elementwise.activation import BLOCK, activate, gated_flat
 from quarrel.triton_backend.experts.kernels import ByPairs
 from quarrel.triton_backend.experts.maps import ExpertMaps, Grouping
-from quarrel.triton_backend.linear.left_parts import MOST_ROWS, LeftParts, Parts
+from quarrel.triton_backend.linear.left_parts import MOST_ROWS, LeftParts, Parts, leaves
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
 from quarrel.triton_backend.runtime.launch import Launcher, cdiv
 from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
@@ -229,9 +229,9 @@ def build_expert_down(site: Site, node: Node) -> ExpertLaunch:
         leave = build_mix(site, many._replace(rows=kept), out, stream, scale, left)
 
         def run(batch: Batch) -> None:
-            leaves = left is not None and batch.T <= MOST_ROWS
-            product(kept if leaves else rows, source, group(batch), batch.T * spec.used, 1)
-            (leave if leaves else mix)(batch)
+            to, end = (kept, leave) if left is not None and leaves(batch.T) else (rows, mix)
+            product(to, source, group(batch), batch.T * spec.used, 1)
+            end(batch)
 
         return run
 

@@ -106,14 +106,12 @@ class Joined:
         up = ByPairs(site, ExpertMaps(stacks, [], experts, used, first.activation, ROWS * used))
         down = ByPairs(site, ExpertMaps([_whole(site, self._down)], [], experts, used, "none", ROWS * used))
         y = site.scratch("one", ROWS * used * first.n, DTYPES[site.compute])
-        left = None if self.add is None or self.rate is not None else site.left_parts(self.add.outputs[0])
-        size = ROWS * used * second.n
-        rows = site.scratch("one", size) if left is None else site.lasting("rows", size, torch.float32)
+        rows = site.scratch("one", ROWS * used * second.n)
         group = _grouping(site, chosen.ids, experts, ROWS * used)
         rate = None if self.rate is None else site.slot(self.rate)
         stream, scale = (None, 1.0) if self.add is None else (site.slot(self.add.inputs[0]), self.add.spec.scale)  # type: ignore[arg-type]
         mix = build_mix(
-            site, Sum(rows, chosen.weights, used, second.n, rate), site.slot(last.outputs[0]), stream, scale, left
+            site, Sum(rows, chosen.weights, used, second.n, rate), site.slot(last.outputs[0]), stream, scale
         )  # fmt: skip
 
         def run(batch: Batch) -> None:

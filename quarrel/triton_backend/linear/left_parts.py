@@ -19,8 +19,10 @@ from quarrel.ops.moe import EXPERT_DOWN
 from quarrel.ops.norm import NORM
 from quarrel.ops.program import Node
 
-MOST_ROWS = 128
-"""Rows up to which parts are left: a norm has a program to a row."""
+LEAST_ROWS, MOST_ROWS = 64, 128
+"""Rows for which parts are left. A norm has a program to a row, so few rows with many parts keep few multiprocessors busy:
+on an H200 steps of 128 sequences of Mistral-7B take 5.63 ms for 5.90, of 8 and 32 no less, and six layers of gpt-oss with
+32 sequences 1,353 us for 1,331."""
 Kind = Literal["", "parts", "biased", "shares"]
 """Of what is left: nothing, parts of K without a bias and with one, rows of experts with their shares."""
 
@@ -34,6 +36,11 @@ class Parts(NamedTuple):
     residual: Any  # float32 [rows, K]
     stride: int
     alpha: float
+
+
+def leaves(rows: int) -> bool:
+    """Whether a norm adds what belongs to so many rows."""
+    return LEAST_ROWS <= rows <= MOST_ROWS
 
 
 class LeftParts:

@@ -20,7 +20,7 @@ from quarrel.triton_backend.formats.pack import ROWS_BESIDE
 from quarrel.triton_backend.formats.table import RING, by_name
 from quarrel.triton_backend.formats.weights import stored_as
 from quarrel.triton_backend.linear import mma
-from quarrel.triton_backend.linear.left_parts import MOST_ROWS, Kind, Parts
+from quarrel.triton_backend.linear.left_parts import LEAST_ROWS, MOST_ROWS, Kind, Parts, leaves
 from quarrel.triton_backend.linear.maps import Maps, Serves
 from quarrel.triton_backend.linear.matmul import Epilogue
 from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
@@ -387,9 +387,9 @@ class _Maps:
         self._arranged = site.scratch("one", MOST * self._product.padded, torch.float16)
         plans = [self.plan(count) for count in range(1, MOST + 1)]
         sums = [0 if self._single(p) else p.parts * count * self._n for count, p in enumerate(plans, 1)]
-        kept = 0 if maps.left is None else MOST_ROWS
-        self._sums = site.scratch("one", max(1, *sums[kept:]))
-        self._kept_sums = None if maps.left is None else site.lasting("parts", max(1, *sums[:kept]), torch.float32)
+        self._sums = site.scratch("one", max(1, *sums))
+        kept = max(1, *sums[LEAST_ROWS - 1 : MOST_ROWS])
+        self._kept_sums = None if maps.left is None else site.lasting("parts", kept, torch.float32)
 
     def plan(self, count: int) -> _Plan:
         """Parts of K until there are units for each program, where they may meet afterwards."""
@@ -430,7 +430,7 @@ class _Maps:
         if self._single(plan):
             product.launch(y, Rows(x, x.base, x.base, count), plan.cut)
             return
-        left = maps.left if count <= MOST_ROWS else None
+        left = maps.left if leaves(count) else None
         room = self._sums if left is None or self._kept_sums is None else self._kept_sums
         sums, stride = room.tensor, count * self._n
         product.launch(sums, Rows(x, x.base, x.base, count), plan.cut, plan.parts, stride)
