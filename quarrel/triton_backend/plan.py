@@ -21,6 +21,7 @@ from quarrel.triton_backend.experts.host import is_hosted
 from quarrel.triton_backend.experts.joined import joins
 from quarrel.triton_backend.formats.int8x2 import readers, words
 from quarrel.triton_backend.formats.weights import Weights
+from quarrel.triton_backend.fusion import by_node, launch_of, lifetimes, until_added
 from quarrel.triton_backend.linear.left_parts import LeftParts, left_to_norms
 from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
 from quarrel.triton_backend.runtime.arrays import DTYPES, E4M3, Cache, Decoded, Packed, Slot
@@ -85,15 +86,15 @@ class Plan(Site):
         fusions = fuse.find(nodes, self.compute, self.kept | left_alone, joins(self))
         self.notes = {i: note for fusion in fusions for i, note in fusion.notes.items()}
         packs = {fusion.first: fusion.packs for fusion in fusions if fusion.packs is not None}
-        self._until = fuse.lifetimes(fusions, nodes)
-        parts = fuse.by_node(fusions)
+        self._until = lifetimes(fusions, nodes)
+        parts = by_node(fusions)
         pairs = left_to_attention(nodes, self.kept)
         self._ropes = {nodes[i].outputs[0].id: nodes[i] for i, _ in pairs}
         read = [(v.id, at) for i, at in pairs for v in nodes[i].inputs if isinstance(v, Value)]
         self._until |= {id: max(at, self._until.get(id, 0)) for id, at in read}
         adds = left_to_norms(nodes, self.kept | left_alone)
         self._left_parts = {nodes[i].outputs[0].id: LeftParts() for i, _ in adds}
-        self._until |= fuse.until_added(fusions, nodes, adds, self._until)
+        self._until |= until_added(fusions, nodes, adds, self._until)
         self.nbytes = 0
         self.slots.update(self.inputs)
         self.slots.update({id: Slot(self._empty.view(p.dtype)) for id, p in self._place()[0].items()})
@@ -104,7 +105,7 @@ class Plan(Site):
             go = choice.implementation.build(self, choice.node)
             if isinstance(go, Described):
                 self.described[i] = go
-            self.launches.append(fuse.launch_of(self, parts.get(i, ()), i, go))
+            self.launches.append(launch_of(self, parts.get(i, ()), i, go))
         self.allocate()
 
     def _most_splits(self) -> int:

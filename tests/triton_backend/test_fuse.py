@@ -29,6 +29,7 @@ from quarrel.triton_backend import fuse, plan
 from quarrel.triton_backend.attention import paged
 from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.experts import route as router
+from quarrel.triton_backend.fusion import Fusion, lifetimes
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.step import TritonStep
@@ -183,14 +184,14 @@ def test_a_value_that_is_a_result_is_not_passed_over() -> None:
 def test_lifetimes_reach_the_last_node() -> None:
     made = program("silu")
     fusions = fuse.find(made.nodes, "float16", set())
-    until = fuse.lifetimes(fusions, made.nodes)
+    until = lifetimes(fusions, made.nodes)
     for fusion in fusions:
         for i in fusion.parts:
             assert all(until[v.id] >= fusion.last for v in made.nodes[i].inputs if hasattr(v, "dims"))
     assert np.all(np.array(list(until.values())) < len(made.nodes))
     x = made.nodes[1].inputs[0]
-    one, other = fuse.Fusion({1: None, 9: None}), fuse.Fusion({1: None, 4: None})
-    assert fuse.lifetimes([one, other], made.nodes)[x.id] == 9  # type: ignore[union-attr]
+    one, other = Fusion({1: None, 9: None}), Fusion({1: None, 4: None})
+    assert lifetimes([one, other], made.nodes)[x.id] == 9  # type: ignore[union-attr]
 
 
 def sandwich(kind: Literal["rms", "layer"], after: str, factor: float, keeps: bool = False) -> Program:

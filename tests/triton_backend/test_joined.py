@@ -27,6 +27,7 @@ from quarrel.triton_backend.backend import TritonBackend
 from quarrel.triton_backend.experts import joined
 from quarrel.triton_backend.formats.pack import rows_of
 from quarrel.triton_backend.formats.weights import Blank, Weights, fit_beside
+from quarrel.triton_backend.fusion import Fusion
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.step import TritonStep
 from tests.models.test_reference_logits import chunk, specify
@@ -78,7 +79,7 @@ def program(
     return b.program(hidden=hidden)
 
 
-def joins_of(made: Program, kept: set[int] | None = None, joins: bool = True) -> list[fuse.Fusion]:
+def joins_of(made: Program, kept: set[int] | None = None, joins: bool = True) -> list[Fusion]:
     found = fuse.find(made.nodes, "float16", {made.outputs["hidden"].id} if kept is None else kept, joins)
     return [f for f in found if f.packs is not None]
 

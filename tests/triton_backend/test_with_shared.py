@@ -18,6 +18,7 @@ from quarrel.ops.program import Program
 from quarrel.ops.reference import run_program
 from quarrel.triton_backend import fuse
 from quarrel.triton_backend.backend import TritonBackend
+from quarrel.triton_backend.experts import fusions
 from quarrel.triton_backend.experts import route as router
 from quarrel.triton_backend.step import TritonStep
 from tests.triton_backend.test_fuse import FRESH, launched, ref
@@ -76,7 +77,7 @@ def test_a_layer_of_one_row_is_three_launches(backend: TritonBackend, monkeypatc
     assert fused(made) == [LAYER]
     for together in (True, False):
         if not together:
-            monkeypatch.setattr(fuse, "_with_shared", lambda *_: None)
+            monkeypatch.setattr(fusions, "with_shared", lambda *_: None)
         step = backend.compile(made, Drawn(), LIMITS, "float16")
         assert isinstance(step, TritonStep)
         names.append(launched(step, 1)[1:])
