@@ -42,7 +42,7 @@ from quarrel.triton_backend.elementwise.head_norms import HeadNorms
 from quarrel.triton_backend.elementwise.norm_add import NormAdd
 from quarrel.triton_backend.experts import fusions as experts
 from quarrel.triton_backend.formats import int8x2
-from quarrel.triton_backend.fusion import Build, Fusion
+from quarrel.triton_backend.fusion import Build, Fusion, nothing
 from quarrel.triton_backend.linear import matvec, own_row
 from quarrel.triton_backend.linear.maps import UNLIMITED
 from quarrel.triton_backend.recurrent.short_conv import ShortConv
@@ -223,14 +223,14 @@ def _latent(
         """Where the cache takes what is appended as it is."""
         return lambda site, alone: build(site, alone) if latent.appends(site, attends) else alone
 
-    nothing = either(lambda site, _: nothing)
+    left_out = either(lambda site, _: nothing)
     alone = either(lambda site, _: latent.build_attention(site, attends, before))
-    parts: dict[int, Build | None] = dict.fromkeys((append,) if norm is None else (norm, append), nothing)
+    parts: dict[int, Build | None] = dict.fromkeys((append,) if norm is None else (norm, append), left_out)
     found = [Fusion(parts | {i: alone}, UNLIMITED, decodes=True)]
     (y,) = attends.outputs
     behind = [at for at in readers.get(y.id, ()) if y.id not in kept]
     if len(behind) == 1 and nodes[behind[0]].op is HEAD_LINEAR and nodes[behind[0]].spec.rest == 0:
         values = nodes[behind[0]]
         last = either(lambda site, _: latent.build_attention(site, attends, before, values))
-        found.append(Fusion(parts | {i: nothing, behind[0]: last}))
+        found.append(Fusion(parts | {i: left_out, behind[0]: last}))
     return found
