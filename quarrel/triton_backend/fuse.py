@@ -88,7 +88,7 @@ def find(nodes: Sequence[Node], compute: Compute, kept: set[int], joins: bool = 
     taken = {i for f in fusions for i in f.parts}
     gates = (_own_gate(nodes, i, source(i, 0), compute) for i, node in enumerate(nodes) if node.op is LINEAR)
     fusions += [f for f in gates if f is not None and not taken & f.parts.keys()]
-    chosen = (experts.chosen(nodes, i, fusions, source, maker, readers, kept) for i, n in enumerate(nodes) if n.op is ROUTE)
+    chosen = (experts.chosen(nodes, i, fusions, source, readers, kept) for i, n in enumerate(nodes) if n.op is ROUTE)
     fusions += [f for f in chosen if f is not None]
     if joins:
         added = (i for i, node in enumerate(nodes) if node.op is LINEAR_ADD)

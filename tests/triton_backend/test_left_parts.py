@@ -197,6 +197,10 @@ def test_steps_of_some_rows_leave_parts_and_others_do_not(
     step.close()
 
 
+def test_rows_for_which_parts_are_left() -> None:
+    assert [rows for rows in (1, 8, 63, 64, 128, 129, 512) if left_parts.leaves(rows)] == [64, 128]
+
+
 @pytest.mark.parametrize("fits", [True, False])
 def test_where_parts_do_not_fit_a_launch_adds_them(fits: bool) -> None:
     left, ran = LeftParts(), list[str]()

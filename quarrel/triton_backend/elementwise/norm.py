@@ -214,11 +214,13 @@ def build_norm(site: Site, node: Node, onto: Onto | None = None) -> Launch:
     vectors = [site.vector(g) for g in gains]  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
     columns, runs_each = shape_of(spec.k)
-    leaves = site.left_parts(x)  # type: ignore[arg-type]
+    left_parts = site.left_parts(x)  # type: ignore[arg-type]
 
     def run(batch: Batch) -> None:
         runs = batch.count(axis) * spec.groups
-        left, constants = nothing(source.tensor) if leaves is None else leaves.take(source.tensor, spec.k <= columns)
+        left, constants = (
+            nothing(source.tensor) if left_parts is None else left_parts.take(source.tensor, spec.k <= columns)
+        )
         site.launch(
             norm_rows, (cdiv(runs, runs_each),), target.tensor, source.tensor, vectors[0], vectors[-1], stream.tensor,
             rounded.tensor, left, runs, spec.k, spec.eps, scale, factor, LAYER=spec.kind == "layer", ADDS=onto is not None,
@@ -246,11 +248,11 @@ def arranger(site: Site, node: Node) -> Callable[[Slot, Batch, int], None] | Non
     if spec.kind != "rms" or spec.groups != 1 or spec.k > _MOST_ARRANGED:
         return None
     source, gain = site.slot(node.inputs[0]), site.vector(node.inputs[1])  # type: ignore[arg-type]
-    leaves = site.left_parts(node.inputs[0])  # type: ignore[arg-type]
+    left_parts = site.left_parts(node.inputs[0])  # type: ignore[arg-type]
     axis, _ = dims(node.outputs[0])
 
     def fill(to: Slot, batch: Batch, width: int) -> None:
-        left, constants = nothing(source.tensor) if leaves is None else leaves.take(source.tensor)
+        left, constants = nothing(source.tensor) if left_parts is None else left_parts.take(source.tensor)
         count, padded = batch.count(axis), cdiv(spec.k, 256) * 256
         kernel, shape = norm_arranged, {}
         if not width:

@@ -67,7 +67,6 @@ def chosen(
     i: int,
     fusions: Sequence[Fusion],
     source: Callable[[int, int], int | None],
-    maker: Mapping[int, int],
     readers: Mapping[int, Sequence[int]],
     kept: set[int],
 ) -> Fusion | None:
