@@ -17,6 +17,7 @@ from quarrel.ops.step import Joined, Limits, Lists, SampleInputs, StepInputs, no
 from quarrel.triton_backend.attention import fixed
 from quarrel.triton_backend.attention.splits import (
     MOST_SPLITS,
+    SEVERAL_SEQS,
     most_of_each,
     most_splits,
     split_keys,
@@ -76,9 +77,10 @@ def item_starts(
 
 
 def item_bucket(items: int, seqs: int, most: int = MOST_SPLITS) -> int:
-    """Items that a graph for so many sequences has programs for: beyond 16 splits a sequence they no longer grow."""
+    """Items that a graph for so many sequences has programs for: beyond 16 splits a sequence they no longer grow. Where
+    several sequences have one split each nobody adds splits."""
     most = most_of_each(seqs, most)
-    places = (seqs * each for each in (min(4, most), min(16, most), most))
+    places = (seqs * each for each in (1 if seqs >= SEVERAL_SEQS else min(4, most), min(4, most), min(16, most), most))
     return next((n for n in places if items <= n), power_of_two(items))
 
 

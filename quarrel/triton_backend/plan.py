@@ -27,7 +27,7 @@ from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
 from quarrel.triton_backend.runtime.arrays import DTYPES, E4M3, Cache, Decoded, Packed, Slot
 from quarrel.triton_backend.runtime.buffers import Place, Scratch, place, view
 from quarrel.triton_backend.runtime.launch import Launcher, launch
-from quarrel.triton_backend.runtime.site import Described, Launch, Site, Tables
+from quarrel.triton_backend.runtime.site import Described, Launch, Listed, Site, Tables
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Plan(Site):
         self.short_splits = short_splits([c.node.spec for c in self.choices if c.node.op is ATTENTION])
         self._scratch, self._pairs = Scratch(), Scratch()
         self._pairs.next_node()
-        self._grouped: dict[tuple[int, int], tuple[int, Slot, Slot]] = {}
+        self._grouped: dict[tuple[int, int], tuple[int, Slot, Slot, Listed]] = {}
         self._lasting: dict[tuple[str, int], Slot] = {}
         self._zeros: list[tuple[Slot, str, int]] = []
         self._empty = torch.empty(0, dtype=torch.uint8, device=self.device)
@@ -224,17 +224,17 @@ class Plan(Site):
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         return self._scratch.want(dim, width, dtype, self._empty.view(dtype))
 
-    def grouped(self, ids: Value, used: int, experts: int) -> tuple[Slot, Slot, bool]:
+    def grouped(self, ids: Value, used: int, experts: int) -> tuple[Slot, Slot, Listed, bool]:
         key = (used, experts)
         if key in self._grouped:
-            last, order, starts = self._grouped[key]
+            last, order, starts, listed = self._grouped[key]
         else:
             sizes = (("T", used), ("one", experts + 1))
             order, starts = (self._pairs.want(*size, torch.int32, self._empty.view(torch.int32)) for size in sizes)
-            last = -1
+            last, listed = -1, Listed()
         # Nodes are built in the order in which they run, so that nobody has written there since.
-        self._grouped[key] = ids.id, order, starts
-        return order, starts, last == ids.id
+        self._grouped[key] = ids.id, order, starts, listed
+        return order, starts, listed, last == ids.id
 
     def lasting(self, name: str, width: int, dtype: torch.dtype) -> Slot:
         key = (name, width)

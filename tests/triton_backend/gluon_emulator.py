@@ -13,7 +13,7 @@ from __future__ import annotations
 import builtins
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -74,7 +74,7 @@ def pointer(x: torch.Tensor) -> Pointer:
     return Pointer(x.view(-1))
 
 
-def load(p: Pointer, mask: Any = None, other: Any = 0) -> Value:
+def load(p: Pointer, mask: Any = None, other: Any = 0, cache_modifier: str = "") -> Value:
     at = value(p.at).long()
     ok = torch.ones_like(at, dtype=torch.bool) if mask is None else torch.broadcast_to(value(mask), at.shape)
     assert bool(((at >= 0) & (at < p.tensor.numel()))[ok].all()), "a load outside of its tensor"
@@ -341,6 +341,9 @@ def language(machine: Machine, ids: tuple[int, ...], grid: tuple[int, ...]) -> d
             return a if condition else b
         return value(torch.where(value(condition), a, b))
 
+    def counted(*ends: Any) -> Iterator[Value]:
+        return (value(i, torch.int32) for i in range(*map(int, ends)))
+
     names = {n: Type(getattr(torch, n)) for n in ("int16", "int32", "int64", "float16", "bfloat16", "float32", "float64")}
     layouts = {n: lambda *_, **__: None for n in (
         "BlockedLayout", "SliceLayout", "DotOperandLayout", "NVMMASharedLayout", "SwizzledSharedLayout",
@@ -366,8 +369,8 @@ def language(machine: Machine, ids: tuple[int, ...], grid: tuple[int, ...]) -> d
         wait=machine.wait,
     )  # fmt: skip
     return {
-        "gl": gl, "tl": gl, "mbarrier": barrier, "_copy": machine.copy, "_barrier": machine.barrier, "_view": Shared.view,
-        "mma_v2": lambda a, b, acc: value(a.float() @ b.float() + acc), "gdc_wait": lambda: None,
+        "gl": gl, "tl": gl, "range": counted, "mbarrier": barrier, "_copy": machine.copy, "_barrier": machine.barrier,
+        "_view": Shared.view, "mma_v2": lambda a, b, acc: value(a.float() @ b.float() + acc), "gdc_wait": lambda: None,
         "gdc_launch_dependents": lambda: None, "warpgroup_mma": machine.multiply,
         "warpgroup_mma_wait": machine.wait_products, "warpgroup_mma_init": lambda x: x,
     }  # fmt: skip
@@ -455,7 +458,7 @@ def given(x: Any, copies: dict[int, Copies]) -> Any:
 def run(kernel: Any, grid: tuple[int, ...], named: dict[str, Any], instead: dict[str, Any]) -> None:
     """Every program of a launch. `instead` stands for names of the kernel's globals: what is written in assembly."""
     for i in range(grid[0]):
-        for j in range(grid[1]):
+        for j in range(*grid[1:] or (1,)):
             machine = Machine()
             names = language(machine, (i, j), grid) | instead
             plain(kernel, names, {})(**named)

@@ -63,6 +63,7 @@ CASES = [
     decode(SPECS["groups of 16"], 5, 70, 8),
     decode(SPECS["heads of 64"], 66, 20),  # more than `find` takes at a time
     decode(SPECS["cap"], 4, 90, 16, shared=2),
+    *(decode(spec, 5, 100, 32, kind) for spec, kind in zip(SPECS.values(), ("auto", "int8", "fp8") * 3, strict=False)),
 ]
 LONG = [
     decode(AttentionSpec(32, 8, 128, 0.09), 1, keys, 32, kind)
@@ -91,6 +92,8 @@ def _launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, dict[str, Any]
             super().__init__(site, cache, shape)
             # What no split wrote must not be read.
             self._site = SimpleNamespace(launch=launch, generation=site.generation)
+            if INTERPRETED:
+                self._programs = 3
 
     monkeypatch.setattr(ring, "serves", lambda *_: True)
     monkeypatch.setattr(ring, "RingLaunch", Noted)
@@ -143,7 +146,8 @@ POISONED = [c for c in CASES if 1 < c.dims["S"] < 9]
 @pytest.mark.parametrize("case", [*CASES, *LONG] if not INTERPRETED else CASES if EVERYTHING else CASES[::2], ids=str)
 def test_is_right(backend: TritonBackend, case: Case, compute: Any, launches: list[Any]) -> None:
     assert error_of(backend, ATTENTION, case, compute) <= ATTENTION.tolerance[compute]
-    assert [kernel.__name__ for kernel, _ in launches] == ["attend_ring", "join_splits"]
+    (_, named), *joins = launches
+    assert [kernel.__name__ for kernel, _ in joins] == ["join_splits"] * (named["items"] > named["seqs"])
 
 
 @pytest.mark.usefixtures("launches")
@@ -268,7 +272,17 @@ def test_a_step_is_deep_by_its_shortest_sequence(keys: list[int], codes: bool, p
 def test_takes_deep_steps_of_layers_that_see_many_keys() -> None:
     shallow = Batch(1, 1, 1, True, False, 33)
     deep = replace(shallow, deep=True)
-    assert [ring.serves(batch, spec) for batch in (shallow, deep) for spec in (SPEC, WINDOW)] == [False, False, True, False]
+    given = [(batch, spec) for batch in (shallow, deep) for spec in (SPEC, WINDOW)]
+    for kind in ("plain", "int8"):
+        assert [ring.serves(*one, kind) for one in given] == [False, False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("seqs", "each", "plain", "codes"), [(4, 16, 0, 0), (5, 1, 1, 0), (8, 4, 1, 0), (16, 16, 1, 1), (17, 4, 0, 0)]
+)
+def test_takes_steps_of_several_sequences(seqs: int, each: int, plain: int, codes: int) -> None:
+    batch = Batch(seqs, seqs, seqs, True, False, seqs * each)
+    assert [ring.serves(batch, WINDOW, kind) for kind in ("plain", "fp8")] == [plain, codes]
 
 
 @pytest.mark.parametrize(
@@ -290,10 +304,11 @@ def test_copies_begin_where_tma_lets_them(row: int, box: int, problem: str | Non
 
 @pytest.mark.parametrize(
     ("dim", "bits", "want"),
-    [(128, 16, Ring(4, 16, 3)), (128, 8, Ring(4, 16, 6)), (64, 16, Ring(4, 16, 6)), (64, 8, Ring(4, 16, 6))],
+    [(128, 16, Ring(4, 16, 3)), (128, 8, Ring(4, 16, 5)), (64, 16, Ring(4, 16, 6)), (64, 8, Ring(4, 16, 6))],
 )  # fmt: skip
 def test_two_programs_fit_a_multiprocessor(dim: int, bits: int, want: Ring) -> None:
-    assert ring.form(dim, bits, bits == 8) == want
+    assert ring.form(dim, 8, bits, bits == 8) == want
+    assert ring.form(128, 9, 16, False).STAGES == 2
 
 
 def test_a_wait_that_nobody_ends_is_found() -> None:

@@ -264,7 +264,8 @@ def test_rows_of_experts(
         torch.from_numpy(ids.reshape(-1)), ids.size, k, EXPERTS=experts, PADDED=8, PER_TOKEN=used, KP=made.padded,
         BT=cut.width, C=1024, GROUPS=32, early=False,
     )  # fmt: skip
-    made.launch(y, Rows(made.rows(rows, ids.size, cut.width), items, order), cut)
+    multiplied = Rows(made.rows(rows, ids.size, cut.width), items, order)
+    made.launch(y, multiplied, cut)
     want = np.empty((ids.size, n))
     for pair, expert in enumerate(ids.reshape(-1)):
         row = x[pair // used].half().double().numpy()
@@ -272,6 +273,11 @@ def test_rows_of_experts(
         sums = [w.dense[of] @ row + b[expert].numpy() for w, b in zip(given, biases, strict=True)]
         want[pair] = ACTIVATIONS[activation](*sums)
     check(y, want)
+    # Weights that are on their way before x, or that are read once more, change no bit.
+    for more in ({"known": True}, {"likely": experts}):
+        again = unwritten(ids.size, n)
+        made.launch(again, multiplied._replace(**more), cut)
+        assert torch.equal(again, y)
 
 
 @pytest.mark.parametrize("meets", [True, False])

@@ -294,7 +294,7 @@ def build_attention(site: Site, node: Node) -> Launch:
         given = {"partial": Partial(part.tensor, top_sum.tensor, arrived.tensor), "q": queries, "rotation": rope}
         given |= {"sequences": sequences(), "item_start": site.tables.item_start.tensor, "ROTATE": rotate}
         more = {"seqs": batch.S, "EARLY": not batch.prefill}
-        if by_ring is not None and ring.serves(batch, spec):
+        if by_ring is not None and ring.serves(batch, spec, cache.kind):
             by_ring(batch, given | more | {n: common[n] for n in ("cache", "score", "COMPUTE")}, output, sinks, form)
             return
         w = warps_for(batch.S, batch.items, spec, cache.block_size, cache.kind) if warps else None

@@ -1,9 +1,10 @@
-"""Attention of sequences with one new token behind many keys, through a ring of TMA copies in shared memory (Hopper).
+"""Attention of sequences with one new token, through a ring of TMA copies in shared memory (Hopper).
 
-A program takes a split of one sequence's keys for one key head, as `attend_one` does, and leaves its sums to a second
-launch (`ring.py: join_splits`). A producer warp copies tiles STAGES ahead, the first of them before the queries are there.
-W consumer warps take KEYS keys of each tile, keep a softmax of their own in their registers, and meet once, at the end. The
-place of a tile is free as soon as its values are in registers, before they are multiplied.
+Programs are persistent: each takes, one after the other, splits of a sequence's keys for one key head, as `attend_one`
+takes one. A producer warp copies tiles STAGES ahead, into the next split too, and the first of them before the queries are
+there. W consumer warps take KEYS keys of each tile, keep a softmax of their own in their registers, and meet once a split,
+at its end. The place of a tile is free as soon as its values are in registers, before they are multiplied. Where a sequence
+has one split its result is stored at once; the sums of several are left to a second launch (`ring.py: join_splits`).
 
 Keys that nobody has, or that lie before a window, are copied as zeros or not at all; what a block of another sequence may
 have left never meets a weight (`MASK`).
@@ -51,6 +52,12 @@ def box_rows(size):
 def chunks_of(dim, bits):
     """Copies of 128 bytes a key."""
     return max(1, dim * bits // 1024)
+
+
+@gluon.constexpr_function
+def meeting_rows(group):
+    """Rows of a product that warps add: of its sixteen the first half, where all heads are among them."""
+    return 8 if group <= 8 else 16
 
 
 @gluon.constexpr_function
@@ -134,17 +141,17 @@ class Form(NamedTuple):
     CODES: bool
     BYTES: int
     """Of a tile's keys, or of its values, with their scales."""
-    HELD: int
-    """Bytes of all keys in the ring."""
+    ROWS: int
+    """Of the queries of a key head and what pads them, those among which all heads are."""
 
 
 @gluon.constexpr_function
 def form_of(S, R, bits):
     tile, box, chunks, codes = R.W * R.KEYS, box_rows(S.SIZE), chunks_of(S.DIM, bits), S.KIND != "plain"
-    key = S.DIM * bits // 8
+    nbytes = tile * (S.DIM * bits // 8 + (4 if codes else 0))
     return Form(
-        R.W, R.KEYS, R.STAGES, tile, box, tile // box, chunks, S.DIM // chunks, codes, tile * (key + (4 if codes else 0)),
-        R.STAGES * tile * key,
+        R.W, R.KEYS, R.STAGES, tile, box, tile // box, chunks, S.DIM // chunks, codes, nbytes,
+        meeting_rows(S.HEADS // S.KV_HEADS),
     )  # fmt: skip
 
 
@@ -188,6 +195,32 @@ def _find(starts, n, item, W: gl.constexpr):
 
 
 @gluon.jit
+def _split(sequences, item_start, seqs, item, score, S: gl.constexpr, F: gl.constexpr, W: gl.constexpr):
+    """Of an item: its sequence and that one's splits (0 for no item), last key and blocks; the keys from `start` to below
+    `stop` that it walks, the oldest that are seen, and whether the new key is its own. W warps ask."""
+    # Most often every sequence has one split, so its place is the item's: one trip to memory and no search.
+    seq = gl.minimum(item, seqs - 1)
+    if (gl.load(item_start + seq) != item) | (gl.load(item_start + seq + 1) != item + 1):
+        seq = _find(item_start, seqs, item, W)
+    first_item = gl.load(item_start + seq)
+    splits = gl.load(item_start + seq + 1) - first_item
+    # A graph has programs for more items than there may be: those beyond walk nothing and store nothing.
+    there_is = item - first_item < splits
+    n_keys = gl.load(sequences.kv_len + seq)
+    last = gl.maximum(n_keys - 1, 0)
+    split = _split_of(n_keys, gl.maximum(splits, 1))
+    start = (item - first_item) * split
+    newest = there_is & (start + split >= n_keys)
+    stop = gl.where(there_is, gl.minimum(last, start + split), 0)
+    oldest = last * 0
+    if S.WINDOW:
+        oldest = _oldest_key(last, score.window, S.CHUNKED)
+        start = gl.maximum(start, oldest // F.BOX * F.BOX)
+    p_table = sequences.table + seq.to(gl.int64) * gl.load(sequences.table_width)
+    return seq, gl.where(there_is, splits, 0), last, p_table, start, stop, oldest, newest
+
+
+@gluon.jit
 def _rows(p_table, kv_head, key, stop, S: gl.constexpr, F: gl.constexpr):
     """Where in the cache the copies of a tile begin; outside of it for what lies beyond `stop`."""
     COUNT: gl.constexpr = F.COUNT
@@ -215,35 +248,29 @@ def _request(copy, scale_copy, to, to_scale, bar, rows, slot, F: gl.constexpr):
 
 @gluon.jit
 def _produce(
-    k_copy, v_copy, k_scale_copy, v_scale_copy, p_table, kv_head, start, stop, stages, S: gl.constexpr, F: gl.constexpr,
-    EARLY: gl.constexpr, PDL: gl.constexpr,
+    k_copy, v_copy, k_scale_copy, v_scale_copy, sequences, item_start, seqs, items, score, stages, S: gl.constexpr,
+    F: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One warp: copies of every tile of the split, as far ahead as there is room."""
-    STAGES: gl.constexpr = F.STAGES
+    """One warp: copies of every tile of this program's splits, as far ahead as there is room."""
     if PDL and not EARLY:
         gdc_wait()
-    count = (gl.maximum(stop - start, 0) + F.TILE - 1) // F.TILE
-    # The numbers of the first blocks are on their way together; then each tile's come while the one before it is awaited.
-    first = ()
-    for i in gl.static_range(STAGES):
-        first = first + (_rows(p_table, kv_head, start + i * F.TILE, stop, S, F),)  # noqa: RUF005
-    for i in gl.static_range(STAGES):
-        if i < count:
-            _request(k_copy, k_scale_copy, stages.k, stages.k_scale, stages.k_full.index(i), first[i], i, F)
-            _request(v_copy, v_scale_copy, stages.v, stages.v_scale, stages.v_full.index(i), first[i], i, F)
-    coming = _rows(p_table, kv_head, start + STAGES * F.TILE, stop, S, F)
     slot = 0
-    phase = 0
-    for i in range(STAGES, count):
-        rows = coming
-        coming = _rows(p_table, kv_head, start + (i + 1) * F.TILE, stop, S, F)
-        mbarrier.wait(stages.free.index(slot), phase)
-        _request(k_copy, k_scale_copy, stages.k, stages.k_scale, stages.k_full.index(slot), rows, slot, F)
-        _request(v_copy, v_scale_copy, stages.v, stages.v_scale, stages.v_full.index(slot), rows, slot, F)
-        slot += 1
-        if slot == STAGES:
-            slot = 0
-            phase = phase ^ 1
+    phase = 1
+    for work in range(gl.program_id(0), items * S.KV_HEADS, gl.num_programs(0)):
+        kv_head = work % S.KV_HEADS
+        _, _, _, p_table, start, stop, _, _ = _split(sequences, item_start, seqs, work // S.KV_HEADS, score, S, F, 1)
+        # The numbers of a tile's blocks come while the one before it is awaited.
+        coming = _rows(p_table, kv_head, start, stop, S, F)
+        for begin in range(start, stop, F.TILE):
+            rows = coming
+            coming = _rows(p_table, kv_head, begin + F.TILE, stop, S, F)
+            mbarrier.wait(stages.free.index(slot), phase)
+            _request(k_copy, k_scale_copy, stages.k, stages.k_scale, stages.k_full.index(slot), rows, slot, F)
+            _request(v_copy, v_scale_copy, stages.v, stages.v_scale, stages.v_full.index(slot), rows, slot, F)
+            slot += 1
+            if slot == F.STAGES:
+                slot = 0
+                phase = phase ^ 1
 
 
 @gluon.jit
@@ -359,11 +386,28 @@ def _rotated(x, at, ok, i, sin, cos, magnitude, to, NEOX: gl.constexpr, M: gl.co
 
 @gluon.jit
 def _consume(
-    partial, q, rotation, cache, sequences, score, p_table, item, seq, kv_head, there_is, newest, last, oldest, start, stop,
-    stages, s_q, S: gl.constexpr, F: gl.constexpr, ROTATE: gl.constexpr, EARLY: gl.constexpr, COMPUTE: gl.constexpr,
+    out, partial, q, rotation, cache, sinks, sequences, item_start, seqs, items, score, stages, s_q, s_met, S: gl.constexpr,
+    F: gl.constexpr, ROTATE: gl.constexpr, EARLY: gl.constexpr, COMPUTE: gl.constexpr, PDL: gl.constexpr,
+):  # fmt: skip
+    """W warps: the queries, the new key and value, and the sums of each split."""
+    if PDL and not EARLY:
+        gdc_wait()
+    slot = 0
+    phase = 0
+    for work in range(gl.program_id(0), items * S.KV_HEADS, gl.num_programs(0)):
+        slot, phase = _attend(
+            out, partial, q, rotation, cache, sinks, sequences, item_start, seqs, work // S.KV_HEADS, work % S.KV_HEADS,
+            score, stages, s_q, s_met, slot, phase, S, F, ROTATE, EARLY, COMPUTE, PDL,
+        )  # fmt: skip
+
+
+@gluon.jit
+def _attend(
+    out, partial, q, rotation, cache, sinks, sequences, item_start, seqs, item, kv_head, score, stages, s_q, s_met, slot,
+    phase, S: gl.constexpr, F: gl.constexpr, ROTATE: gl.constexpr, EARLY: gl.constexpr, COMPUTE: gl.constexpr,
     PDL: gl.constexpr,
 ):  # fmt: skip
-    """W warps: the queries, the new key and value, and the sums of the split."""
+    """One split; the slot of the ring and the phase where the next begins."""
     W: gl.constexpr = F.W
     GROUP: gl.constexpr = S.HEADS // S.KV_HEADS
     DIM: gl.constexpr = S.DIM
@@ -374,8 +418,7 @@ def _consume(
     NEOX: gl.constexpr = ROTATE == "neox"
     MMA: gl.constexpr = mma_layout(W)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [W, 1], [1, 0])
-    if PDL and not EARLY:
-        gdc_wait()
+    seq, splits, last, p_table, start, stop, oldest, newest = _split(sequences, item_start, seqs, item, score, S, F, W)
     lane = gl.arange(0, 16, gl.SliceLayout(1, LOAD))
     d = gl.arange(0, DIM, gl.SliceLayout(0, LOAD))
     head = kv_head * GROUP + lane
@@ -393,6 +436,21 @@ def _consume(
     # What is above comes with the step, before its first kernel, or from earlier steps.
     if PDL and EARLY:
         gdc_wait()
+    ROWS: gl.constexpr = gl.SliceLayout(2, MMA)
+    w = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, ROWS)), 1)
+    there = (w == 0) & newest & (gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, ROWS)), 0) >= 0)
+    accs = ()
+    for c in gl.static_range(CHUNKS):
+        column = _column(c * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))), S)
+        if ROTATE != "":
+            value = gl.load(rotation.v + (token * S.KV_HEADS + kv_head) * DIM + column).to(cache.v.dtype.element_ty)
+        else:
+            value = _as_values(gl.load(cache.v + row * DIM + column), KIND, COMPUTE)
+        value = value.to(gl.float32)
+        if CODES:
+            value = value * gl.load(cache.v_scale + row)
+        value = gl.expand_dims(gl.expand_dims(value, 0), 1)
+        accs = accs + (gl.where(gl.expand_dims(there, 2), value, 0.0),)  # noqa: RUF005
     if ROTATE != "":
         at = (token * S.HEADS + kv_head * GROUP + m) * DIM
         b_q = _rotated(q, at, m < GROUP, i, sin, cos, rotation.q_magnitude, q, NEOX, 16, DIM // 2)
@@ -421,9 +479,6 @@ def _consume(
     if S.CAP:
         own = _tanh(own * (score.scale / score.cap))
         factor = score.cap * _LOG2E
-    ROWS: gl.constexpr = gl.SliceLayout(2, MMA)
-    w = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(1, ROWS)), 1)
-    there = (w == 0) & newest & (gl.expand_dims(gl.arange(0, 16, gl.SliceLayout(0, ROWS)), 0) >= 0)
     # The new key begins the sums of the last split's first warp.
     own = gl.expand_dims(gl.convert_layout(own * factor, gl.SliceLayout(0, ROWS)), 0)
     top = gl.where(there, own, float("-inf"))
@@ -436,23 +491,10 @@ def _consume(
     _barrier()
     A: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     query = ()
-    accs = ()
     for c in gl.static_range(CHUNKS):
         one = s_q.slice(c * COLUMNS, COLUMNS, 1).load(gl.SliceLayout(0, A))
         query = query + (gl.expand_dims(one, 0) + gl.zeros([W, 16, COLUMNS], COMPUTE, layout=A),)  # noqa: RUF005
-        column = _column(c * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, MMA))), S)
-        if ROTATE != "":
-            value = gl.load(rotation.v + (token * S.KV_HEADS + kv_head) * DIM + column).to(cache.v.dtype.element_ty)
-        else:
-            value = _as_values(gl.load(cache.v + row * DIM + column), KIND, COMPUTE)
-        value = value.to(gl.float32)
-        if CODES:
-            value = value * gl.load(cache.v_scale + row)
-        value = gl.expand_dims(gl.expand_dims(value, 0), 1)
-        accs = accs + (gl.where(gl.expand_dims(there, 2), value, 0.0),)  # noqa: RUF005
     sums = (accs, top, total)
-    slot = 0
-    phase = 0
     keys = gl.maximum(stop - start, 0)
     whole = start + keys // F.TILE * F.TILE
     for begin in range(start, whole, F.TILE):
@@ -463,45 +505,65 @@ def _consume(
             phase = phase ^ 1
     if whole < stop:
         sums = _accumulate(sums, query, stages, slot, phase, whole, oldest, stop, score, S, F, True, COMPUTE)
+        slot += 1
+        if slot == F.STAGES:
+            slot = 0
+            phase = phase ^ 1
     accs, top, total = sums
     most = gl.max(top, 0)  # [16]
     base = gl.where(most == float("-inf"), 0.0, most)
     weight = gl.exp2(top - gl.expand_dims(base, 0))  # [W, 16]
     total = gl.sum(total * weight, 0)
-    weight = gl.expand_dims(weight, 2)
     lane = gl.arange(0, 16, gl.SliceLayout(0, ROWS))
-    ok = (lane < GROUP) & there_is
+    ok = lane < GROUP
+    apart = ok & (splits > 1)
     place = item.to(gl.int64) * S.HEADS + kv_head * GROUP + lane
-    gl.store(partial.top_sum + place * 2, most, mask=ok)
-    gl.store(partial.top_sum + place * 2 + 1, total, mask=ok)
+    gl.store(partial.top_sum + place * 2, most, mask=apart)
+    gl.store(partial.top_sum + place * 2 + 1, total, mask=apart)
+    if splits == 1:
+        if S.SINKS:
+            sink = gl.load(sinks + kv_head * GROUP + lane, mask=ok, other=0.0) * _LOG2E
+            new_base = gl.maximum(base, sink)
+            fade = gl.exp2(base - new_base)
+            total = total * fade + gl.exp2(sink - new_base)
+            weight = weight * gl.expand_dims(fade, 0)
+        weight = weight / gl.expand_dims(gl.where(total > 0, total, 1.0), 0)
+    weight = gl.expand_dims(weight, 2)
     # Of all warps, in the registers of a lane.
     MET: gl.constexpr = gl.BlockedLayout([W, 1, 4], [1, 2, 16], [1, W, 1], [2, 1, 0])
     OUT: gl.constexpr = gl.SliceLayout(0, MET)
-    lane = gl.arange(0, 16, gl.SliceLayout(1, OUT))
+    lane = gl.arange(0, F.ROWS, gl.SliceLayout(1, OUT))
     d = gl.arange(0, COLUMNS, gl.SliceLayout(0, OUT))
-    ok = (lane < GROUP) & there_is
-    place = item.to(gl.int64) * S.HEADS + kv_head * GROUP + lane
-    # Where the keys were: every copy has come, and every warp has read its part.
-    gl.static_assert(W * 64 * COLUMNS <= F.HELD, "sums of warps outgrow the ring")
-    s_met = _view(stages.k, gl.float32, [W, 16, COLUMNS], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
+    ok = lane < GROUP
+    head = kv_head * GROUP + lane
     for c in gl.static_range(CHUNKS):
+        mine = accs[c] * weight
+        if F.ROWS == 8:
+            mine, _ = gl.split(gl.permute(gl.reshape(mine, [W, 2, 8, COLUMNS]), (0, 2, 3, 1)))
         _barrier()
-        s_met.store(accs[c] * weight)
+        s_met.store(mine)
         _barrier()
-        at = place[:, None] * DIM + _column(c * COLUMNS + d, S)[None, :]
         met = gl.sum(s_met.load(MET), 0)
-        gl.store(partial.sums + at, met, mask=ok[:, None] & (d >= 0)[None, :])
+        column = _column(c * COLUMNS + d, S)[None, :]
+        to = (gl.where(splits == 1, token, item) * S.HEADS + head)[:, None] * DIM + column
+        there_is = ok[:, None] & (d >= 0)[None, :]
+        gl.store(out + to, met.to(out.dtype.element_ty), mask=there_is & (splits == 1))
+        gl.store(partial.sums + to, met, mask=there_is & (splits > 1))
+    return slot, phase
 
 
-@gluon.jit(do_not_specialize=["seqs"])
+@gluon.jit(do_not_specialize=["seqs", "items"])
 def attend_ring(
-    partial, q, rotation, cache, k_copy, v_copy, k_scale_copy, v_scale_copy, sequences, item_start, seqs, score,
-    S: gl.constexpr, R: gl.constexpr, ROTATE: gl.constexpr, EARLY: gl.constexpr, COMPUTE: gl.constexpr, PDL: gl.constexpr,
+    out, partial, q, rotation, cache, k_copy, v_copy, k_scale_copy, v_scale_copy, sinks, sequences, item_start, seqs, items,
+    score, S: gl.constexpr, R: gl.constexpr, ROTATE: gl.constexpr, EARLY: gl.constexpr, COMPUTE: gl.constexpr,
+    PDL: gl.constexpr,
 ):  # fmt: skip
-    """Sums of a split of one sequence's keys, for one key head. Grid (items, n_kv); S.DIM is 64 or 128.
+    """Each sequence's result, or the sums of each of its splits. Grid: any number of programs; S.DIM is 64 or 128.
 
+    out                         where results go, `[T, heads * head_dim]`
     k_copy, v_copy              TMA descriptors of keys and values `[rows, head_dim]` in boxes of `[box_rows, 128 bytes]`
     k_scale_copy, v_scale_copy  of their scales `[rows / box_rows, box_rows]`, read with codes only
+    items                       how many there may be
     R                           `records.Ring`
     Triton 3.6 cannot launch a kernel with descriptors in a tuple. Else as `decode.attend_one`.
     """
@@ -510,6 +572,7 @@ def attend_ring(
     s_k = gl.allocate_shared_memory(k_copy.dtype, [F.STAGES * F.CHUNKS, F.TILE, F.COLUMNS], FLAT)
     s_v = gl.allocate_shared_memory(k_copy.dtype, [F.STAGES * F.CHUNKS, F.TILE, F.COLUMNS], FLAT)
     s_q = gl.allocate_shared_memory(COMPUTE, [16, S.DIM], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    s_met = gl.allocate_shared_memory(gl.float32, [F.W, F.ROWS, F.COLUMNS], gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0]))
     k_full = gl.allocate_shared_memory(gl.int64, [F.STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [F.STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [F.STAGES, 1], mbarrier.MBarrierLayout())
@@ -525,34 +588,15 @@ def attend_ring(
     if PDL:
         gdc_launch_dependents()
     stages = Stages(s_k, s_v, k_scale, v_scale, k_full, v_full, free)
-    item = gl.program_id(0)
-    kv_head = gl.program_id(1)
-    seq = item * 0
-    if seqs > 1:
-        seq = _find(item_start, seqs, item, F.W)
-    first_item = gl.load(item_start + seq)
-    splits = gl.load(item_start + seq + 1) - first_item
-    # A graph has programs for more items than there may be: those beyond walk nothing and store nothing.
-    there_is = item - first_item < splits
-    n_keys = gl.load(sequences.kv_len + seq)
-    last = gl.maximum(n_keys - 1, 0)
-    split = _split_of(n_keys, gl.maximum(splits, 1))
-    start = (item - first_item) * split
-    newest = there_is & (start + split >= n_keys)
-    stop = gl.where(there_is, gl.minimum(last, start + split), 0)
-    oldest = last * 0
-    if S.WINDOW:
-        oldest = _oldest_key(last, score.window, S.CHUNKED)
-        start = gl.maximum(start, oldest // F.BOX * F.BOX)
-    p_table = sequences.table + seq.to(gl.int64) * gl.load(sequences.table_width)
     gl.warp_specialize(
         [
             (_consume, (
-                partial, q, rotation, cache, sequences, score, p_table, item, seq, kv_head, there_is, newest, last, oldest,
-                start, stop, stages, s_q, S, F, ROTATE, EARLY, COMPUTE, PDL,
+                out, partial, q, rotation, cache, sinks, sequences, item_start, seqs, items, score, stages, s_q, s_met, S,
+                F, ROTATE, EARLY, COMPUTE, PDL,
             )),
             (_produce, (
-                k_copy, v_copy, k_scale_copy, v_scale_copy, p_table, kv_head, start, stop, stages, S, F, EARLY, PDL,
+                k_copy, v_copy, k_scale_copy, v_scale_copy, sequences, item_start, seqs, items, score, stages, S, F, EARLY,
+                PDL,
             )),
         ],
         [1], [40],

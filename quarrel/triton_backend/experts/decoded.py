@@ -13,7 +13,7 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from quarrel.triton_backend.experts.decoded_kernels import gather_rows, grouped_products
-from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
+from quarrel.triton_backend.experts.maps import ExpertMaps, Grouping, Serves
 from quarrel.triton_backend.formats import e4m3
 from quarrel.triton_backend.linear.dequant_matmul import decoder
 from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
@@ -83,9 +83,7 @@ class DecodedProducts:
         self._scale = site.scratch("T", maps.used if eight else 1)
         self._places = site.scratch("T", 4 + 4 * maps.used, torch.int32)
 
-    def __call__(
-        self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int, ids: Slot | None = None
-    ) -> None:
+    def __call__(self, y: Slot, x: Slot, group: Grouping, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""
         if pairs == 0:
             return
@@ -95,8 +93,8 @@ class DecodedProducts:
         for first in range(0, maps.n_experts, self._at_once):
             count = min(self._at_once, maps.n_experts - first)
             stack = self._decoded(first * maps.n, (first + count) * maps.n)
-            self._gather(x, order, starts, 0 if first else pairs, per_token, first, count, tile)
-            self._multiply(y, stack, order, pairs, first, count, tile)
+            self._gather(x, group.order, group.starts, 0 if first else pairs, per_token, first, count, tile)
+            self._multiply(y, stack, group.order, pairs, first, count, tile)
 
     def _decoded(self, begin: int, end: int) -> torch.Tensor:
         """Rows of the stack, of gate and up in turn, in the compute type."""

@@ -102,14 +102,14 @@ def mix_pairs(
 
 def _grouping(site: Site, value: Value, n_experts: int, used: int) -> Callable[[Batch], Grouping]:
     """The pairs of a step by expert; a node before may have put them there."""
-    order, starts, known = site.grouped(value, used, n_experts)
+    order, starts, listed, known = site.grouped(value, used, n_experts)
     ids = site.slot(value)
 
     def fill(pairs: int) -> None:
         group_launch(site.launch, order.tensor, starts.tensor, ids.tensor, pairs, n_experts, starts_early(site))
 
     # One token's experts may have had kernels that need no groups.
-    return lambda batch: Grouping(order, starts, ids, known and batch.T > 1, fill)
+    return lambda batch: Grouping(order, starts, ids, known and batch.T > 1, fill, listed)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import triton.language as tl
 from quarrel.triton_backend.attention.decode import find
 from quarrel.triton_backend.elementwise.activation import activate, oai
 from quarrel.triton_backend.experts import decoded
-from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
+from quarrel.triton_backend.experts.maps import ExpertMaps, Grouping, Serves
 from quarrel.triton_backend.formats.float16 import is_fast
 from quarrel.triton_backend.linear.dequant_matmul import decoder
 from quarrel.triton_backend.linear.maps import UNLIMITED
@@ -113,42 +113,41 @@ class Grouped:
         self._scratch = [site.scratch("one", width, DTYPES[site.compute]) for _ in maps.stacks]
         self._decoders = [decoder(site, stack) for stack in maps.stacks]
 
-    def __call__(
-        self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int, ids: Slot | None = None
-    ) -> None:
+    def __call__(self, y: Slot, x: Slot, group: Grouping, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x, of which `per_token` pairs share one."""
         each = pairs // self._experts
         # Decoded stacks have other tiles, whose sums run in another order.
         if not self._floats and (each < DECODE_FROM or self._site.deterministic or not self._decodes):
             tile = tile_for(self._k, each, False, self._site.generation == 9)
             stacks = [s.planes for s in self._stacks]
-            self._launch(y, x, order, starts, pairs, per_token, 0, self._experts, self._stacks[0].format, stacks, tile)
+            self._launch(y, x, group, pairs, per_token, 0, self._experts, self._stacks[0].format, stacks, tile)
             return
         tile = tile_for(self._k, each, True, self._site.generation == 9)
         format = {"float16": "F16", "bfloat16": "BF16"}[self._site.compute]
         if self._floats:
             stacks = [s.planes for s in self._stacks]
-            self._launch(y, x, order, starts, pairs, per_token, 0, self._experts, format, stacks, tile)
+            self._launch(y, x, group, pairs, per_token, 0, self._experts, format, stacks, tile)
             return
         for first in range(0, self._experts, self._at_once):
             count = min(self._at_once, self._experts - first)
             for decode, scratch in zip(self._decoders, self._scratch, strict=True):
                 decode(first * self._n, (first + count) * self._n, scratch.tensor)
             stacks = [Planes(s.tensor, s.tensor, s.tensor, s.tensor) for s in self._scratch]
-            self._launch(y, x, order, starts, pairs, per_token, first, count, format, stacks, tile)
+            self._launch(y, x, group, pairs, per_token, first, count, format, stacks, tile)
 
     def _launch(
-        self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int, first: int, count: int,
+        self, y: Slot, x: Slot, group: Grouping, pairs: int, per_token: int, first: int, count: int,
         format: str, stacks: Sequence[Planes], tile: Tile,
     ) -> None:  # fmt: skip
         site, none = self._site, y.tensor
         site.launch(
             grouped_tiles, ((pairs // tile.pairs + count + 1) * cdiv(self._n, tile.rows) if pairs else 0,),
             y.tensor, x.tensor, stacks[0], stacks[-1], self._biases[0] if self._biases else none,
-            self._biases[-1] if self._biases else none, order.tensor, starts.tensor, first, count, self._n, K=self._k,
-            FORMAT=format, FAST=is_fast(format, site.compute, tile.blocks), EXPERTS=self._experts, PER_TOKEN=per_token,
-            GATED=self._maps.gated, KIND=self._maps.activation, BIAS=bool(self._biases), COMPUTE=TL_TYPES[site.compute],
-            BN=tile.rows, BT=tile.pairs, NB=tile.blocks, STAGES=tile.stages, warps=tile.warps, stages=tile.stages,
+            self._biases[-1] if self._biases else none, group.order.tensor, group.starts.tensor, first, count, self._n,
+            K=self._k, FORMAT=format, FAST=is_fast(format, site.compute, tile.blocks), EXPERTS=self._experts,
+            PER_TOKEN=per_token, GATED=self._maps.gated, KIND=self._maps.activation, BIAS=bool(self._biases),
+            COMPUTE=TL_TYPES[site.compute], BN=tile.rows,
+            BT=tile.pairs, NB=tile.blocks, STAGES=tile.stages, warps=tile.warps, stages=tile.stages,
         )  # fmt: skip
 
 

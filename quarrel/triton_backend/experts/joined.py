@@ -28,7 +28,7 @@ from quarrel.triton_backend.formats.weights import fit_beside
 from quarrel.triton_backend.linear.ring import declines_device
 from quarrel.triton_backend.runtime.arrays import DTYPES, Packed, Slot
 from quarrel.triton_backend.runtime.launch import INTERPRETED
-from quarrel.triton_backend.runtime.site import Batch, Launch, Site, starts_early
+from quarrel.triton_backend.runtime.site import Batch, Launch, Listed, Site, starts_early
 
 LEAST, ROWS = 2, 32
 """Rows for which experts are joined: with more the shared one's items are so many that a product of its own is shorter."""
@@ -150,4 +150,4 @@ def _grouping(site: Site, ids: Slot, experts: int, pairs: int) -> Grouping:
     def fill(count: int) -> None:
         group_launch(site.launch, order.tensor, starts.tensor, ids.tensor, count, experts, starts_early(site))
 
-    return Grouping(order, starts, ids, False, fill)
+    return Grouping(order, starts, ids, False, fill, Listed())

@@ -32,13 +32,12 @@ class ByPairs:
     def __call__(self, y: Slot, x: Slot, group: Grouping, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""
         serves = next(s for _, s in self._serves if pairs <= s.most)
-        ids = None
         if not group.known:
-            if pairs <= serves.groups:
-                ids = group.ids
-            else:
+            group.listed.items = None
+            if pairs > serves.groups:
                 group.fill(pairs)
-        serves.run(y, x, group.order, group.starts, pairs, per_token, ids)
+                group = group._replace(known=True)
+        serves.run(y, x, group, pairs, per_token)
 
     def describe(self) -> str:
         """Which kernels serve how many pairs: `ring to 3072 pairs, grouped from 3073 pairs`."""

@@ -10,10 +10,7 @@ import torch
 
 from quarrel.triton_backend.linear.maps import UNLIMITED
 from quarrel.triton_backend.runtime.arrays import Packed, Slot
-
-Product = Callable[[Slot, Slot, Slot, Slot, int, int, Slot | None], None]
-"""y `[pairs, n]` from rows of x, of which so many pairs share one: y, x, order, starts, pairs, that number; and the pairs'
-experts, where order and starts are still to be filled from those (`Serves.groups`)."""
+from quarrel.triton_backend.runtime.site import Listed
 
 
 @dataclass(frozen=True)
@@ -50,8 +47,13 @@ class Grouping(NamedTuple):
     starts: Slot
     ids: Slot
     known: bool
-    """Whether order and starts are filled; else `fill` does so for a number of pairs, if the product does not."""
+    """Whether order and starts are filled; else `fill` does so for a number of pairs, or the product does."""
     fill: Callable[[int], None]
+    listed: Listed
+
+
+Product = Callable[[Slot, Slot, Grouping, int, int], None]
+"""y `[pairs, n]` from rows of x, of which so many pairs share one: y, x, the pairs by expert, how many, and that number."""
 
 
 class Serves(NamedTuple):

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from quarrel.triton_backend.elementwise.ring_x import column_at
 from quarrel.triton_backend.experts.grouped import DECODE_FROM
-from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
+from quarrel.triton_backend.experts.maps import ExpertMaps, Grouping, Serves
 from quarrel.triton_backend.linear.maps import UNLIMITED
 from quarrel.triton_backend.linear.ring import LONG_ROWS, WIDTHS, Cut, Product, Rows, declines_device, declines_stacks
 from quarrel.triton_backend.runtime.arrays import Slot
@@ -27,6 +27,8 @@ MOST_PAIRS = 8192
 GROUPS = 256
 """Pairs that the gathering programs group themselves, each by looking at all of them; all pairs of stacks with a bound."""
 _COLUMNS = 1024
+LIKELY = 0.7
+"""Pairs an expert on average from which most experts have one."""
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -38,7 +40,8 @@ def gather_by_expert(
 
     order `[pairs]` and starts `[EXPERTS + 1]` int32 are those of `group_pairs`; with GROUPS, at least the number of pairs,
     they are filled here from ids `[pairs]`. items int32: how many there are, then for each
-    expert, first row, rows, unused. Grid (pairs + 1, KP / C): the last programs list the items.
+    expert, first row, rows, unused. Grid (pairs + 1, KP / C): the last programs list the items; (pairs, KP / C) where an
+    earlier launch has.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -147,20 +150,27 @@ class Ring:
             self._items = site.scratch("T", 1 + 4 * (maps.used + maps.n_experts), torch.int32)
         else:
             self._rows = site.scratch("one", self.most * padded, torch.float16)
-            self._items = site.scratch("one", 1 + 4 * (self.most // WIDTHS[0] + maps.n_experts), torch.int32)
+            width = 1 + 4 * (MOST_PAIRS // WIDTHS[0] + maps.n_experts)
+            self._items = site.lasting("items", width, torch.int32)
 
-    def __call__(
-        self, y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int, ids: Slot | None = None
-    ) -> None:
+    def __call__(self, y: Slot, x: Slot, group: Grouping, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""
         site, each, product = self._site, pairs / self._experts, self._product
         cut = cut_of(product, each, self._experts)
         width = cut.width
-        rows, items = self._rows.tensor, self._items.tensor
+        rows, listed = self._rows.tensor, group.listed
+        order, starts, ids = group.order.tensor, group.starts.tensor, group.ids.tensor
+        # What up has listed down's copies of weights need not wait for.
+        known = not site.deterministic and group.known and listed.items is not None and listed.rows == width
+        if not known:
+            listed.items, listed.rows = self._items, width
+        assert listed.items is not None
+        items = listed.items.tensor
+        likely = self._experts if each >= LIKELY and not known else 0
         site.launch(
-            gather_by_expert, (pairs + 1, cdiv(product.padded, _COLUMNS)), rows, items, x.tensor, order.tensor,
-            starts.tensor, order.tensor if ids is None else ids.tensor, pairs, product.k, EXPERTS=self._experts,
+            gather_by_expert, (pairs + (not known), cdiv(product.padded, _COLUMNS)), rows, items, x.tensor, order, starts,
+            order if group.known else ids, pairs, product.k, EXPERTS=self._experts,
             PADDED=power_of_two(self._experts), PER_TOKEN=per_token, KP=product.padded, BT=width, C=_COLUMNS,
-            GROUPS=0 if ids is None else max(16, power_of_two(pairs)), early=starts_early(site),
+            GROUPS=0 if group.known else max(16, power_of_two(pairs)), early=starts_early(site),
         )  # fmt: skip
-        product.launch(y.tensor, Rows(product.rows(rows, pairs, width), items, order.tensor), cut)
+        product.launch(y.tensor, Rows(product.rows(rows, pairs, width), items, order, 0, known, likely), cut)

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from quarrel.triton_backend.attention.decode import find
 from quarrel.triton_backend.elementwise.activation import activate, oai
-from quarrel.triton_backend.experts.maps import ExpertMaps, Serves
+from quarrel.triton_backend.experts.maps import ExpertMaps, Grouping, Serves
 from quarrel.triton_backend.formats.exact import decode_blocks
 from quarrel.triton_backend.linear.tiles import TL_TYPES, Tile
 from quarrel.triton_backend.runtime.arrays import Slot
@@ -84,13 +84,13 @@ def declines(site: Site, maps: ExpertMaps) -> str | None:
 def build(site: Site, maps: ExpertMaps) -> Serves:
     compute, tile, stacks, biases = site.compute, TILES[site.compute], maps.stacks, maps.biases
 
-    def run(y: Slot, x: Slot, order: Slot, starts: Slot, pairs: int, per_token: int, ids: Slot | None = None) -> None:
+    def run(y: Slot, x: Slot, group: Grouping, pairs: int, per_token: int) -> None:
         none = y.tensor
         site.launch(
             expert_tiles, (cdiv(maps.n, tile.rows), pairs // tile.tokens + maps.n_experts if pairs else 0),
             y.tensor, x.tensor, stacks[0].planes, stacks[-1].planes,
-            biases[0] if biases else none, biases[-1] if biases else none, order.tensor, starts.tensor, maps.n, maps.k,
-            FORMAT=stacks[0].format, EXPERTS=maps.n_experts, PER_TOKEN=per_token, GATED=maps.gated,
+            biases[0] if biases else none, biases[-1] if biases else none, group.order.tensor, group.starts.tensor, maps.n,
+            maps.k, FORMAT=stacks[0].format, EXPERTS=maps.n_experts, PER_TOKEN=per_token, GATED=maps.gated,
             KIND=maps.activation, BIAS=bool(biases), COMPUTE=TL_TYPES[compute],
             BN=tile.rows, BT=tile.tokens, NB=tile.blocks, warps=tile.warps, stages=tile.stages,
         )  # fmt: skip

@@ -132,6 +132,10 @@ class Rows(NamedTuple):
     """The row of y of each row of x, int32; likewise."""
     count: int = 0
     """Rows of x of one matrix, which are the rows of y; 0 where items list them."""
+    known: bool = False
+    """Whether items were listed before the kernel ahead began."""
+    likely: int = 0
+    """So many matrices of which most have an item; 0 for nobody knows."""
 
 
 def declines_device(site: Site) -> str | None:
@@ -246,7 +250,8 @@ class Product:
             BITS_TRANSPOSED=one.bits_transposed, FORMAT=self.format, GATED=gated, KIND=self._kind,
             BIAS=bool(self._biases) and not parts, BT=cut.width, STAGES=self._stages(cut), TILES=self.tiles(cut),
             T=cut.warps, LISTED=not rows.count, SPAN=cut.span, IN_TURN=ending.parts > 1, ADD=ending.residual is not None,
-            THREE=bool(ending.further), warps=cut.warps, early=starts_early(site), maxnreg=_registers(cut),
+            THREE=bool(ending.further), KNOWN=rows.known, LIKELY=rows.likely, warps=cut.warps,
+            early=starts_early(site), maxnreg=_registers(cut),
         )  # fmt: skip
 
     def _stages(self, cut: Cut) -> int:

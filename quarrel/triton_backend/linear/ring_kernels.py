@@ -49,7 +49,8 @@ _activate = gluon.jit(elementwise.activate.fn)
 
 @aggregate
 class Stages:
-    """The ring in shared memory, and the barriers of its stages: `full` of the copies, `free` of the consumers."""
+    """The ring in shared memory, and the barriers of its stages: `full` of the copies, `free` of the consumers;
+    and `warm`, of `_warm`."""
 
     codes: gl.shared_memory_descriptor
     scale: gl.shared_memory_descriptor
@@ -58,9 +59,10 @@ class Stages:
     x: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     free: gl.shared_memory_descriptor
+    warm: gl.shared_memory_descriptor
 
     @gluon.constexpr_function
-    def __init__(self, codes, scale, bits, top, x, full, free):
+    def __init__(self, codes, scale, bits, top, x, full, free, warm):
         self.codes = codes
         self.scale = scale
         self.bits = bits
@@ -68,6 +70,7 @@ class Stages:
         self.x = x
         self.full = full
         self.free = free
+        self.warm = warm
 
 
 @aggregate
@@ -91,6 +94,8 @@ class Tiling:
     T: gl.constexpr
     PDL: gl.constexpr
     LISTED: gl.constexpr
+    KNOWN: gl.constexpr
+    LIKELY: gl.constexpr
     PLANES: gl.constexpr
     BITS: gl.constexpr
     """Words of upper bits to a block."""
@@ -103,7 +108,8 @@ class Tiling:
 
     @gluon.constexpr_function
     def __init__(
-        self, FORMAT, SCALE_TRANSPOSED, BITS_TRANSPOSED, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED
+        self, FORMAT, SCALE_TRANSPOSED, BITS_TRANSPOSED, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED,
+        KNOWN, LIKELY,
     ):  # fmt: skip
         self.FORMAT = gl.constexpr(FORMAT)
         self.SCALE_TRANSPOSED = gl.constexpr(SCALE_TRANSPOSED)
@@ -120,6 +126,8 @@ class Tiling:
         self.T = gl.constexpr(T)
         self.PDL = gl.constexpr(PDL)
         self.LISTED = gl.constexpr(LISTED)
+        self.KNOWN = gl.constexpr(KNOWN or not LISTED)
+        self.LIKELY = gl.constexpr(LIKELY)
         self.PLANES = gl.constexpr(planes_of(FORMAT))
         self.BITS = gl.constexpr(upper_bits(FORMAT))
         self.TOP = gl.constexpr(tops(FORMAT) > 0)
@@ -159,7 +167,7 @@ def _bring_transposed(matrix, up, block, row, full, tile, B: gl.constexpr, how):
 def _number(items, tokens, how):
     """How many items there are."""
     if how.LISTED:
-        n = gl.load(items[0])
+        n = gl.load(items[0], cache_modifier=".cg")
     else:
         n = (tokens + how.BT - 1) // how.BT
     return n
@@ -170,7 +178,8 @@ def _item(items, tokens, i, how):
     """Matrix, first row of x and rows of an item."""
     if how.LISTED:
         p = items[0] + 1 + i * 4
-        matrix, first, count = gl.load(p), gl.load(p + 1), gl.load(p + 2)
+        matrix, first = gl.load(p, cache_modifier=".cg"), gl.load(p + 1, cache_modifier=".cg")
+        count = gl.load(p + 2, cache_modifier=".cg")
     else:
         matrix, first = i * 0, i * how.BT
         count = gl.minimum(tokens - first, how.BT)
@@ -178,10 +187,26 @@ def _item(items, tokens, i, how):
 
 
 @gluon.jit
+def _warm(codes, up_codes, N, stages, how):
+    """Copies the codes that this program would begin with if each of LIKELY matrices had one item: most of them have, and
+    are then found in L2, whoever reads them."""
+    unit = gl.program_id(0)
+    row = unit % how.LIKELY * N + unit // how.LIKELY % how.TILES * how.BN
+    mbarrier.expect(stages.warm.index(0), how.STAGES * how.SPAN * how.PLANES * how.BM * 128)
+    for i in gl.static_range(how.STAGES * how.SPAN * how.PLANES):
+        _bring(codes, up_codes, row, i * 32, stages.warm.index(0), stages.codes.index(i), how)
+
+
+@gluon.jit
 def _produce(codes, up_codes, scale, up_scale, bits, up_bits, top, up_top, x, items, tokens, N, stages, how):
-    """One warp: copies of every stage of every unit of this program, as far ahead as there is room."""
-    if how.PDL:
+    """One warp: copies of every stage of every unit of this program, as far ahead as there is room. Weights of the first
+    stage are on their way before the kernel ahead is over, where items are known by then."""
+    if how.PDL and not how.KNOWN:
+        if how.LIKELY > 0:
+            _warm(codes, up_codes, N, stages, how)
         gdc_wait()
+        if how.LIKELY > 0:
+            mbarrier.wait(stages.warm.index(0), 0)
     n = _number(items, tokens, how)
     slot = 0
     phase = 1
@@ -211,8 +236,10 @@ def _produce(codes, up_codes, scale, up_scale, bits, up_bits, top, up_top, x, it
                     _bring(bits, up_bits, first, super * (8 * how.BITS), bar, stages.bits.index(at), how)
                 if how.TOP:
                     _bring_transposed(top, up_top, super, first, bar, stages.top.index(at), 1, how)
-                for i in gl.static_range(4):
-                    _copy(x, [row, super * 256 + i * 64], bar, stages.x.index(at * 4 + i))
+            if how.PDL and how.KNOWN:
+                gdc_wait()
+            for i in gl.static_range(4 * how.SPAN):
+                _copy(x, [row, step * how.SPAN * 256 + i * 64], bar, stages.x.index(slot * how.SPAN * 4 + i))
             slot += 1
             if slot == how.STAGES:
                 slot = 0
@@ -235,6 +262,9 @@ def _consume(
     IN_TURN: gl.constexpr = how.UNITS < how.PARTS
     if how.PDL:
         gdc_wait()
+        if not how.KNOWN:
+            # Not before: who is behind the next kernel reads these items without a wait (KNOWN).
+            gdc_launch_dependents()
     n = _number(items, tokens, how)
     slot = 0
     phase = 0
@@ -403,6 +433,7 @@ def ring(
     FORMAT: gl.constexpr, GATED: gl.constexpr, KIND: gl.constexpr, BIAS: gl.constexpr, BT: gl.constexpr,
     STAGES: gl.constexpr, TILES: gl.constexpr, T: gl.constexpr, LISTED: gl.constexpr, PDL: gl.constexpr,
     SPAN: gl.constexpr = 1, IN_TURN: gl.constexpr = False, ADD: gl.constexpr = False, THREE: gl.constexpr = False,
+    KNOWN: gl.constexpr = False, LIKELY: gl.constexpr = 0,
 ):  # fmt: skip
     """y `[pairs, N]` = activation(x W^T + bias) for the pairs of `items`, or sums of parts of K `[PARTS, pairs, N]`.
 
@@ -417,7 +448,9 @@ def ring(
     x: a descriptor of float16 `[rows, columns]`, boxes of `[BT, 64]`; columns as `elementwise/ring_x.py` orders them,
         and zero from K up to a multiple of 256.
     items: int32, their number and then four each: matrix, first row of x, rows, unused; and the pair (the row of y) of
-        each row of x, int32. Not read unless LISTED: then there is one matrix, whose rows of x are those of y.
+        each row of x, int32. Not read unless LISTED: else there is one matrix, whose rows of x are those of y. KNOWN: a
+        launch of this kernel before the kernel ahead read the same items, and let nobody behind it begin before they were
+        there; so weights need not wait. LIKELY: else, of how many matrices most have an item, or 0.
     epilogue: biases float32 `[matrices, N]` of the matrix and of the up matrix, 2^-shift and 2^shift; then, if ADD, a
         residual `[rows, N]` and alpha: y = residual + alpha * (x W^T + bias); if THREE, the second and the third result of
         three maps in one matrix, of which y is the first, and the rows of each, multiples of a tile.
@@ -426,7 +459,8 @@ def ring(
     Grid: any number of programs.
     """
     how = Tiling(
-        FORMAT, SCALE_TRANSPOSED, BITS_TRANSPOSED, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED
+        FORMAT, SCALE_TRANSPOSED, BITS_TRANSPOSED, GATED, K, SPAN, PARTS, IN_TURN, TILES, BT, STAGES, T, PDL, LISTED, KNOWN,
+        LIKELY,
     )  # fmt: skip
     X: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     s_codes = gl.allocate_shared_memory(gl.int32, [STAGES * SPAN * how.PLANES, 16 * T, 32], codes.layout)
@@ -449,9 +483,11 @@ def ring(
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(free.index(i), count=1)
-    if PDL:
+    warm = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(warm.index(0), count=1)
+    if PDL and how.KNOWN:
         gdc_launch_dependents()
-    stages = Stages(s_codes, s_scale, s_bits, s_top, s_x, full, free)
+    stages = Stages(s_codes, s_scale, s_bits, s_top, s_x, full, free, warm)
     gl.warp_specialize(
         [
             (_consume, (y, items, tokens, epilogue, N, part_stride, stages, KIND, BIAS, ADD, THREE, how)),

@@ -90,6 +90,14 @@ class Tables:
     """`[1]`, tokens of the step without those that pad a batch."""
 
 
+class Listed:
+    """Items that the last product with pairs grouped so has listed for the ring (`linear/ring_kernels.py`), and how many
+    rows each has at most."""
+
+    items: Slot | None = None
+    rows = 0
+
+
 class Site(Protocol):
     """Where a node is built. A site of a single op keeps the defaults: nobody leaves it work, nor reads int8x2 of it."""
 
@@ -159,10 +167,10 @@ class Site(Protocol):
     def scratch(self, dim: str, width: int, dtype: torch.dtype = torch.float32) -> Slot:
         """`[dim, width]` that nobody else writes until the node is done; dim is T, S, R, items or one."""
 
-    def grouped(self, ids: Value, used: int, experts: int) -> tuple[Slot, Slot, bool]:
-        """Where pairs of a token and an expert lie by expert, `[T, used]` and `[experts + 1]`; whether an earlier node that
-        reads the same ids has put them there, as it does in steps of several rows."""
-        return self.scratch("T", used, torch.int32), self.scratch("one", experts + 1, torch.int32), False
+    def grouped(self, ids: Value, used: int, experts: int) -> tuple[Slot, Slot, Listed, bool]:
+        """Where pairs of a token and an expert lie by expert, `[T, used]` and `[experts + 1]`, and what was listed of them;
+        whether an earlier node that reads the same ids has put them there, as it does in steps of several rows."""
+        return self.scratch("T", used, torch.int32), self.scratch("one", experts + 1, torch.int32), Listed(), False
 
     def lasting(self, name: str, width: int, dtype: torch.dtype) -> Slot:
         """`[width]` that keeps what a node puts there for a later one, until the next that uses this name does so."""
