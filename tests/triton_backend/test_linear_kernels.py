@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from quarrel.gguf import GGMLType
 from quarrel.ops.contract import Compute
 from quarrel.triton_backend.formats.pack import blank, rows_of
-from quarrel.triton_backend.linear import invariant, mma, ring, wgmma
+from quarrel.triton_backend.linear import invariant, mma, ring, ring_sums, wgmma
 from quarrel.triton_backend.linear.kernels import KERNELS, WITHOUT_COPIES, ByRows
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.linear.wgmma import Tile
@@ -129,7 +130,7 @@ def test_a_large_map_streams_through_the_ring() -> None:
     site = Recorder()
     maps = one(packed(4096, 14336), residual=Slot(EMPTY))
     made = ring.build(site, maps)
-    assert (made.least, made.most, made.norms) == (8, 512, False)
+    assert (made.least, made.most, made.norms) == (2, 512, False)
     cuts = (
         (8, 8, 2, 7, 2),
         (9, 16, 2, 7, 2),
@@ -151,10 +152,10 @@ def test_a_large_map_streams_through_the_ring() -> None:
     head.run(batch(32))
     assert [name for name, _, _ in site.launched] == ["arrange", "ring"]
     assert ring.build(site, one(packed(4096, 4096))).least == 33
-    assert ring.build(site, one(packed(2880, 4096, "Q8_0"))).least == 17
+    assert ring.build(site, one(packed(2880, 4096, "Q8_0"))).least == 8
     assert ring.build(site, one(packed(201088, 2880, "Q8_0"))).least == 2  # rows of no whole super-blocks, which mma needs
-    # Of few outputs from 17 rows on, smaller ones too.
-    for n, k, least, most in ((2688, 4096, 17, 512), (1536, 3072, 17, 32), (3072, 4096, 33, 512)):
+    # Of few outputs from 8 rows on, smaller ones too.
+    for n, k, least, most in ((2688, 4096, 8, 512), (1536, 3072, 8, 32), (3072, 4096, 33, 512)):
         made = ring.build(site, one(packed(n, k)))
         assert (made.least, made.most) == (least, most)
 
@@ -175,7 +176,7 @@ def test_three_maps_in_one_matrix_stream_through_the_ring_as_one() -> None:
         (first, rows, _), (second, _, told), (third, programs, added) = site.launched
         assert (first, rows) == ("arrange", (count, 3))
         assert (second, told["BT"], told["PARTS"], told["TILES"], told["BIAS"]) == ("ring", width, cut, 40, False)
-        assert (third, programs, added["PARTS"], added["BIAS"]) == ("add_parts_of_three", (count, 20), cut, False)
+        assert (third, programs, added["PARTS"], added["BIAS"]) == ("add_parts_of_three", (count, 20), (cut,) * 3, False)
     mamba = ring.build(site, three(*beside(4096, 6144, 64, k=2688, format="Q5_0")))
     site.launched.clear()
     mamba.run(batch(8))
@@ -184,25 +185,52 @@ def test_three_maps_in_one_matrix_stream_through_the_ring_as_one() -> None:
     by_rows = ByRows(site, three(*parts))
     assert by_rows.describe().startswith("exact tiles 1, ring 2 to 128, dequantize")
     whole_blocks = three(*beside(4096, 1024, 1024, k=4096, format="Q4_K"))
-    assert ByRows(site, whole_blocks).describe().startswith("exact tiles 1, mma 2 to 16, ring 17 to 128, dequantize")
+    assert ByRows(site, whole_blocks).describe().startswith("exact tiles 1, ring 2 to 128, dequantize")
     others = [[*parts[:2], packed(512, 2880, "Q8_0")], parts[:1] * 3, [packed(n, 2880, "Q8_0") for n in (4096, 512, 512)]]
     for some in others:
         assert "in one matrix" in str(ring.declines(site, three(*some)))
 
 
+def test_three_maps_of_several_formats_are_a_launch_to_each_matrix() -> None:
+    q, k = beside(4096, 1024, k=4096, format="Q4_K")
+    v = packed(1024, 4096, "Q6_K")
+    site = Recorder()
+    made = ring.build(site, three(q, k, v))
+    assert (made.least, made.most) == (17, 64)
+    made.run(batch(32))
+    (first, *_), (_, _, both), (_, _, last), (third, programs, added) = site.launched
+    assert (first, third, programs) == ("arrange", "add_parts_of_three", (32, 24))
+    assert [(told["FORMAT"], told["TILES"]) for told in (both, last)] == [("Q4_K", 40), ("Q6_K", 8)]
+    assert added["PARTS"] == (both["PARTS"], both["PARTS"], last["PARTS"])
+    assert ring.declines(site, three(q, k, packed(1024, 4096, "Q2_K"))) is not None
+    assert ring.declines(site, three(q, packed(1000, 4096, "Q4_K"), v)) is not None
+    assert ring.declines(site, three(*beside(2048, 256, k=2048, format="Q4_K"), packed(256, 2048, "Q6_K"))) is not None
+    lonely = beside(4096, 1024, k=4096, format="Q4_K")[0]
+    assert ring.matrices([lonely, q, k]) == [(lonely, 1), (q.whole, 2)]
+
+
+@pytest.mark.parametrize("together", [3, 2, 1])
 @pytest.mark.parametrize("ns", [(512, 256, 256), (512, 256, 48), (256, 256, 300)])
-def test_columns_of_three_results_are_added_and_parted(ns: tuple[int, int, int]) -> None:
+def test_columns_of_three_results_are_added_and_parted(ns: tuple[int, int, int], together: int) -> None:
+    """The first so many of them are columns of one matrix."""
     rng, (tokens, parts) = np.random.default_rng(3), (3, 4)
     sums = rng.standard_normal((parts, tokens, sum(ns))).astype(np.float32)
     biases = [rng.standard_normal(n).astype(np.float32) for n in ns]
     device = "cpu" if INTERPRETED else "cuda"
     for given in (True, False):
         ys = tuple(torch.full((tokens, n), float("nan"), device=device) for n in ns)
-        launch(
-            ring.add_parts_of_three, (tokens, -(-sum(ns) // 256)), ys, torch.from_numpy(sums).to(device),
-            tuple(torch.from_numpy(b).to(device) for b in biases) if given else ys, tokens * sum(ns), ns, PARTS=parts,
-            BIAS=given, C=256, early=False,
-        )  # fmt: skip
+        made, at = [], 0
+        for width in (sum(ns[:together]), *ns[together:]):
+            made.append(torch.from_numpy(sums[:, :, at : at + width].copy()).to(device).reshape(-1))
+            at += width
+        of = [max(0, i + 1 - together) for i in range(3)]
+        widths = [made[j].numel() // (tokens * parts) for j in of]
+        three = [
+            ring_sums.Sums(made[j], width, parts, sum(ns[:i]) if i < together else 0)
+            for i, (j, width) in enumerate(zip(of, widths, strict=True))
+        ]
+        site: Any = SimpleNamespace(launch=launch, generation=0)
+        ring_sums.add_three(site, ys, ns, three, [torch.from_numpy(b).to(device) for b in biases] if given else [], tokens)
         want = np.split(sums.sum(0), np.cumsum(ns)[:-1], axis=1)
         for y, exact, bias in zip(ys, want, biases, strict=True):
             np.testing.assert_allclose(y.cpu().numpy(), exact + bias * given, rtol=1e-5, atol=1e-5)
@@ -214,12 +242,12 @@ def test_which_maps_stream_through_the_ring() -> None:
     assert {f: ring.declines(Recorder(), one(packed(4096, 14336, f))) is None for f in taken} == taken
     assert ring.declines(Recorder(), gated) is None
     assert "got 2 maps" in str(ring.declines(Recorder(), replace(gated, activation="none")))
-    assert "in one matrix" in str(ring.declines(Recorder(), three(*[packed(4096, 4096)] * 3)))
+    assert "in one matrix" in str(ring.declines(Recorder(), three(*[packed(1024, 4096)] * 3)))
     assert "needs 4194304 weights or more, got 3145728" in str(ring.declines(Recorder(), one(packed(1024, 3072))))
     assert "needs 8388608 weights or more, got 6291456" in str(ring.declines(Recorder(), one(packed(3072, 2048))))
     assert ring.declines(Recorder(), one(replace(packed(4096, 14336), reused=True)))
     by_rows = ByRows(Recorder(), replace(gated, norm=lambda batch: None, arrange=lambda to, batch, width: None))
-    assert by_rows.describe().startswith("exact tiles 1, mma 2 to 7, ring 8 to 512, dequantize")
+    assert by_rows.describe().startswith("exact tiles 1, ring 2 to 512, dequantize")
 
 
 def test_maps_that_no_launch_computes_together_go_three_at_a_time_and_one_by_one() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from quarrel.ops.activation import GATED
 from quarrel.ops.linear import LINEAR
 from quarrel.ops.null import expand
@@ -21,7 +23,8 @@ def maps_of(site: Site, node: Node) -> Maps:
     inner = inside(site, {middle.id: x})
     linears = [part for part in parts if part.op.name == LINEAR.name]
     if parts[-1].op.name != GATED.name:
-        site.beside([part.inputs[1] for part in linears])  # type: ignore[misc]
+        for _, alike in groupby((part.inputs[1] for part in linears), key=lambda ref: (ref.type, ref.k)):  # type: ignore[union-attr]
+            site.beside(list(alike))  # type: ignore[arg-type]
     return Maps(
         x,
         [site.slot(v) for v in node.outputs],

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import torch
 
 from quarrel.triton_backend.elementwise import ring_x
-from quarrel.triton_backend.formats.pack import ROWS_BESIDE
-from quarrel.triton_backend.linear import ring
+from quarrel.triton_backend.linear import ring, ring_sums
 from quarrel.triton_backend.linear.maps import UNLIMITED, Maps, Serves
 from quarrel.triton_backend.linear.matmul import Epilogue
 from quarrel.triton_backend.linear.ring import WIDTHS, Cut, Ending, Product, Rows
@@ -124,14 +123,14 @@ class _One:
         product.launch(sums, rows, plan.cut, self._parts, stride)
         biases = tuple(self._biases)
         if self._ns:
-            site.launch(
-                ring.add_parts_of_three, (count, cdiv(n, ROWS_BESIDE)), ys, sums, biases or ys, stride, self._ns,
-                PARTS=self._parts, BIAS=bool(biases), C=ROWS_BESIDE, warps=2, early=early,
-            )  # fmt: skip
+            firsts = (0, self._ns[0], self._ns[0] + self._ns[1])
+            ring_sums.add_three(
+                site, ys, self._ns, [ring_sums.Sums(sums, n, self._parts, at) for at in firsts], biases, count
+            )
             return
         more = Epilogue(biases[0] if biases else ys[0], ys[0], ys[0] if residual is None else residual)
         site.launch(
-            ring.add_parts, (count, cdiv(n, _COLUMNS)), ys[0], sums, more, stride, maps.alpha, n, PARTS=self._parts,
+            ring_sums.add_parts, (count, cdiv(n, _COLUMNS)), ys[0], sums, more, stride, maps.alpha, n, PARTS=self._parts,
             BIAS=bool(biases), ADD=residual is not None, C=_COLUMNS, early=early,
         )  # fmt: skip
 

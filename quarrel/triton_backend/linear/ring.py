@@ -10,8 +10,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from quarrel.gguf import GGMLType
 from quarrel.ops.contract import Compute, WeightRef
@@ -24,6 +22,7 @@ from quarrel.triton_backend.linear.left_parts import LEAST_ROWS, MOST_ROWS, Kind
 from quarrel.triton_backend.linear.maps import Maps, Serves
 from quarrel.triton_backend.linear.matmul import Epilogue
 from quarrel.triton_backend.linear.matvec_tiles import multiprocessors
+from quarrel.triton_backend.linear.ring_sums import Sums, add_parts, add_three
 from quarrel.triton_backend.runtime.arrays import Packed
 from quarrel.triton_backend.runtime.launch import INTERPRETED, cdiv
 from quarrel.triton_backend.runtime.site import Batch, Site, starts_early
@@ -40,7 +39,7 @@ except (ImportError, AttributeError):  # pragma: no cover
 WIDTHS = (8, 16, 32, 64)
 """Rows of x to an item."""
 MOST = 512
-_LEAST = {1 << 23: 33, 1 << 25: 8}
+_LEAST = {1 << 23: 33, 1 << 25: 2}
 """Rows from which a linear map gains, by the values of its weights. Decode steps of Mistral-7B Q4_K_M on an H200, tokens/s
 without and with the ring for gate and up, down and head, and with it for 4096 x 4096 too:
 
@@ -50,10 +49,10 @@ without and with the ring for gate and up, down and head, and with it for 4096 x
 | 3335 | 4686 | 6184 | 7804 | 10510 | 11604 | 14195 | 15977 | 20812 |
 | 3179 | 4559 | 6049 | 7635 | 10468 | 11981 | 14727 | | |
 
-Since stages may be long and all is copied, steps of 8 sequences of 8 layers take 610 us for 618 to 622 with gate and up,
-down and head by the ring, and 647 with 4096 x 4096 too (2026-11-29).
+Since its first weights are on their way before the kernel ahead is over, steps of 2 / 4 sequences of 12 layers take 801 /
+819 us for 898 / 905, but 8 with 4096 x 4096 too 905 for 845 (2026-11-29).
 
-From 2 rows on where `mma.py` does not take a map: the head of gpt-oss took 349 us for 8 rows.
+From 2 rows on, too, where `mma.py` does not take a map: the head of gpt-oss took 349 us for 8 rows.
 """
 _WARPS = 8
 """That consume, in one group: in two of four warps, ptxas waits for each product, and Mixtral's experts take 498 us for 128
@@ -61,17 +60,19 @@ tokens on an H200 for 444."""
 _SHARED = 227 << 10
 _COLUMNS = 1024
 _MOST_DESCRIPTORS = 256
-_LEAST_OF_BYTES = 17
+_LEAST_OF_BYTES = 8
 """The same of a map of 2^23 values or more in Q8_0: o of gpt-oss, 2880 x 4096, takes 11.3 / 12.1 us for 16 / 32 rows on an
-H200 and in `mma.py` 11.1 / 16.9; 4096 x 4096 in Q4_K 13.3 for 32 and 12.4, in Q5_K 14.8 and 13.4."""
-_NARROW, _LEAST_OF_NARROW, _MOST_OF_SMALL, _SMALL = 2880, 17, 32, 1 << 22
+H200 and in `mma.py` 11.1 / 16.9; 4096 x 4096 in Q4_K 13.3 for 32 and 12.4, in Q5_K 14.8 and 13.4. Now 12 layers of gpt-oss
+with 8 / 16 sequences take 1,653 / 2,040 us for 1,672 / 2,061, 4 the same (2026-11-29)."""
+_NARROW, _LEAST_OF_NARROW, _MOST_OF_SMALL, _SMALL = 2880, 8, 32, 1 << 22
 """The same of a map of so few outputs, which are too few for the programs of `mma.py`, in any format, and from 2^22 values
 on for up to 32 rows: with 32 sequences on an H200 (2026-11-27) 7 layers of Nemotron with four maps 2688 x 4096 take 1,314
 us for 1,351, and 6 of Granite-4-h-tiny with five 1536 x 3072 770 for 781; 4096 x 4096 gains nothing, Mixtral takes 1,295
-for 1,291."""
-_LEAST_OF_THREE, _MOST_OF_THREE = 17, 128
+for 1,291. With 8 / 16 sequences 20 layers of Granite-4-h-tiny take 1,142 / 1,548 us for 1,148 / 1,628 (2026-11-29)."""
+_ROWS_OF_THREE = 2, 128
 """Rows for which three maps in one matrix gain: query, key and value on an H200, us for 8 / 16 / 32 / 128 rows with the
-launch that puts x in order. Rows that are no whole super-blocks gain from 2 on.
+launch that puts x in order. In steps they gain from 2 rows on: 12 layers of Mistral-7B, of which six are so, 793 us for 801
+with 2 sequences, 885 for 891 with 16, the same with 8 (2026-11-29).
 
 | Mistral-7B, Q4_K | 10.1 / 11.0 / 12.1 / 21.1 | `mma.py`, `wgmma.py` | 8.2 / 10.7 / 15.5 / 28.7 |
 |---|---|---|---|
@@ -80,6 +81,10 @@ launch that puts x in order. Rows that are no whole super-blocks gain from 2 on.
 A Mamba-2's maps: 7 layers of Nemotron with three of them take 760 us for 803 with 8 sequences and 1,314 for 1,351 with 32,
 6 of Granite-4-h-tiny with five 754 for 781 with 32 (2026-11-27).
 """
+_THREE_APART, _ROWS_APART = 1 << 24, (17, 64)
+"""Weights of three maps from which those of several formats gain, each matrix in a launch of its own, and for which rows:
+12 layers of Mistral-7B, of which six have another format for v, take 1,070 us for 1,121 with 24 sequences on an H200,
+1,074 for 1,120 with 32, 1,411 for 1,446 with 64; 2,114 for 2,063 with 128, 801 for 791 with 8 (2026-11-29)."""
 _MOST_PARTS = 8
 _LONG_STAGES = 16
 """Rows up to which stages of 512 columns gain, in Q4_K: steps of 16 sequences of Mistral-7B (8 layers) take 709 us for 726
@@ -267,62 +272,14 @@ def _registers(cut: Cut) -> int:
     return min(168, 65536 // (cut.residents * 32 * (cut.warps + 4)) // 8 * 8)
 
 
-@triton.jit
-def add_parts(
-    y, parts, more, stride, alpha, N, PARTS: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, C: tl.constexpr,
-    PDL: tl.constexpr,
-):  # fmt: skip
-    """y `[tokens, N]` = sums of parts of K, float32 `[PARTS, tokens, N]` with `stride` values each, in order, with a bias,
-    or residual + alpha times that (`more`, an Epilogue). Grid (tokens, N / C)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    column = tl.program_id(1) * C + tl.arange(0, C)
-    ok = column < N
-    at = tl.program_id(0).to(tl.int64) * N + column
-    total = tl.load(parts + at, mask=ok, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * stride + at, mask=ok, other=0.0)
-    if BIAS:
-        total += tl.load(more.bias + column, mask=ok, other=0.0)
-    if ADD:
-        total = tl.load(more.residual + at, mask=ok, other=0.0).to(tl.float32) + alpha * total
-    tl.store(y + at, total.to(y.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def _one_of_three(
-    y, parts, bias, stride, at, first, n, N, PARTS: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr
-):  # fmt: skip
-    column = first + tl.arange(0, C)
-    ok = column < n
-    at += tl.program_id(0).to(tl.int64) * N + column
-    total = tl.load(parts + at, mask=ok, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * stride + at, mask=ok, other=0.0)
-    if BIAS:
-        total += tl.load(bias + column, mask=ok, other=0.0)
-    tl.store(y + tl.program_id(0).to(tl.int64) * n + column, total.to(y.dtype.element_ty), mask=ok)
-
-
-@triton.jit
-def add_parts_of_three(
-    ys, parts, biases, stride, ns, PARTS: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr
-):  # fmt: skip
-    """Three results `[tokens, n]` from sums of parts of K of all their columns, float32 `[PARTS, tokens, sum of n]` with
-    `stride` values each, in order, with biases. C divides each n but the last. Grid (tokens, sum of n / C)."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
-    first = tl.program_id(1) * C
-    N = ns[0] + ns[1] + ns[2]
-    if first < ns[0]:
-        _one_of_three(ys[0], parts, biases[0], stride, 0, first, ns[0], N, PARTS, BIAS, C)
-    elif first < ns[0] + ns[1]:
-        _one_of_three(ys[1], parts, biases[1], stride, ns[0], first - ns[0], ns[1], N, PARTS, BIAS, C)
-    else:
-        at = ns[0] + ns[1]
-        _one_of_three(ys[2], parts, biases[2], stride, at, first - at, ns[2], N, PARTS, BIAS, C)
+def matrices(weights: Sequence[Packed]) -> list[tuple[Packed, int]]:
+    """The matrices whose rows these are, in order, and how many of them each has."""
+    found, i = [], 0
+    while i < len(weights):
+        j = next(j for j in range(len(weights), i, -1) if j == i + 1 or as_one(weights[i:j]) is not None)
+        found.append((as_one(weights[i:j]) or weights[i], j - i))
+        i = j
+    return found
 
 
 def as_one(weights: Sequence[Packed]) -> Packed | None:
@@ -340,12 +297,16 @@ def declines(site: Site, maps: Maps) -> str | None:
         return reason
     if site.deterministic:
         return "its parts of K follow from the number of rows, and a step is deterministic"
+    values = sum(w.n * w.k for w in maps.weights)
     if len(maps.weights) == 3:
-        if as_one(maps.weights) is None or maps.together() is not None:
-            return "needs three maps in one matrix, with biases or without"
+        if maps.together() is not None:
+            return "needs three maps with biases or without"
+        if as_one(maps.weights) is None and (
+            values < _THREE_APART or maps.weights[0].k % 256 or any(w.n % ROWS_BESIDE for w in maps.weights[:2])
+        ):
+            return f"needs three maps in one matrix, or {_THREE_APART} weights and whole super-blocks, got {values}"
     elif not maps.gated and len(maps.weights) > 1:
         return f"needs one map, gate and up, or three maps, got {len(maps.weights)} maps"
-    values = sum(w.n * w.k for w in maps.weights)
     needs = _SMALL if _is_narrow(maps) else min(_LEAST)
     return None if values >= needs else f"needs {needs} weights or more, got {values}"
 
@@ -364,7 +325,7 @@ def build(site: Site, maps: Maps) -> Serves:
     least = min(rows for size, rows in _LEAST.items() if values >= size) if by_mma else 2
     most = MOST
     if len(maps.weights) == 3:
-        least, most = _LEAST_OF_THREE if maps.weights[0].k % 256 == 0 else 2, _MOST_OF_THREE
+        least, most = _ROWS_OF_THREE if as_one(maps.weights) is not None else _ROWS_APART
     elif _is_narrow(maps):
         least = min(least, _LEAST_OF_NARROW)
     elif maps.weights[0].format == "Q8_0" and not maps.gated:
@@ -379,34 +340,25 @@ class _Plan(NamedTuple):
     parts: int
 
 
-class _Maps:
-    """A launch of one map, of gate and up, or of three maps in one matrix."""
+class _Matrix:
+    """A matrix, or gate and up, and how it is cut."""
 
-    def __init__(self, site: Site, maps: Maps) -> None:
-        three = len(maps.weights) == 3
-        whole = as_one(maps.weights) if three else None
-        weights = maps.weights if whole is None else [whole]
-        self._site, self._maps, self._n = site, maps, weights[0].n
-        self._direct = not three and (maps.gated or maps.residual is None)
-        self._product = Product(site, weights, self._n, maps.activation, () if three else maps.given)
-        self._arranged = site.scratch("one", MOST * self._product.padded, torch.float16)
-        plans = [self.plan(count) for count in range(1, MOST + 1)]
-        sums = [0 if self._single(p) else p.parts * count * self._n for count, p in enumerate(plans, 1)]
-        self._sums = site.scratch("one", max(1, *sums))
-        kept = max(1, *sums[LEAST_ROWS - 1 : MOST_ROWS])
-        self._kept_sums = None if maps.left is None else site.lasting("parts", kept, torch.float32)
+    def __init__(self, site: Site, maps: Maps, weights: Sequence[Packed], biases: Sequence[torch.Tensor]) -> None:
+        self.n, self._gated = weights[0].n, maps.gated
+        self.product = Product(site, weights, self.n, maps.activation, biases)
 
     def plan(self, count: int) -> _Plan:
         """Parts of K until there are units for each program, where they may meet afterwards."""
+        product = self.product
         # In a trial kernel 128 rows of x gave wrong sums with MXFP4; nobody has found out why.
-        widths = WIDTHS if self._maps.weights[0].format == "MXFP4" else (*WIDTHS, 2 * WIDTHS[-1])
+        widths = WIDTHS if product.format == "MXFP4" else (*WIDTHS, 2 * WIDTHS[-1])
         cut = Cut.of(next((w for w in widths if count <= w), widths[-1]))
-        if cut.width <= _LONG_STAGES and self._product.format == "Q4_K" and self._product.k >= LONG_ROWS:
+        if cut.width <= _LONG_STAGES and product.format == "Q4_K" and product.k >= LONG_ROWS:
             cut = cut._replace(span=2)
-        if self._maps.gated:
+        if self._gated:
             return _Plan(cut, 1)
-        steps, programs = cdiv(self._product.padded, 256 * cut.span), cut.residents * self._product.multiprocessors
-        units = self._product.tiles(cut) * cdiv(count, cut.width)
+        steps, programs = cdiv(product.padded, 256 * cut.span), cut.residents * product.multiprocessors
+        units = product.tiles(cut) * cdiv(count, cut.width)
         most = max(1, min(_MOST_PARTS, steps, cdiv(programs, units)))
 
         def longest(parts: int) -> int:
@@ -415,43 +367,67 @@ class _Maps:
 
         return _Plan(cut, min(range(1, most + 1), key=longest))
 
+
+class _Maps:
+    """One map, gate and up, or three maps in one matrix or several."""
+
+    def __init__(self, site: Site, maps: Maps) -> None:
+        three = len(maps.weights) == 3
+        self._site, self._maps = site, maps
+        self._direct = not three and (maps.gated or maps.residual is None)
+        if three:
+            found = matrices(maps.weights)
+            self._matrices = [_Matrix(site, maps, [matrix], ()) for matrix, _ in found]
+            self._of = [i for i, (_, count) in enumerate(found) for _ in range(count)]
+            """Which matrix each map is rows of."""
+        else:
+            self._matrices, self._of = [_Matrix(site, maps, maps.weights, maps.given)], [0]
+        self._padded = self._matrices[0].product.padded
+        self._arranged = site.scratch("one", MOST * self._padded, torch.float16)
+        sums = [
+            [0 if self._single(p := m.plan(c)) else p.parts * c * m.n for c in range(1, MOST + 1)] for m in self._matrices
+        ]
+        self._sums = [site.scratch("one", max(1, *room)) for room in sums]
+        kept = max(1, *sums[0][LEAST_ROWS - 1 : MOST_ROWS])
+        self._kept_sums = None if maps.left is None else site.lasting("parts", kept, torch.float32)
+
+    def plan(self, count: int) -> _Plan:
+        """Of the first matrix."""
+        return self._matrices[0].plan(count)
+
     def _single(self, plan: _Plan) -> bool:
         """Whether the product itself writes the result."""
         return plan.parts == 1 and self._direct
 
     def __call__(self, batch: Batch) -> None:
-        site, maps, product = self._site, self._maps, self._product
-        count, early, arranged = batch.count(maps.axis), starts_early(site), self._arranged
-        plan = self.plan(count)
+        site, maps, count = self._site, self._maps, batch.count(self._maps.axis)
+        early, arranged = starts_early(site), self._arranged
         if maps.arrange is not None:
             maps.arrange(arranged, batch, 0)
         else:
             site.launch(
-                ring_x.arrange, (count, cdiv(product.padded, _COLUMNS)), arranged.tensor, maps.x.tensor, K=product.k,
-                KP=product.padded, C=_COLUMNS, early=early,
+                ring_x.arrange, (count, cdiv(self._padded, _COLUMNS)), arranged.tensor, maps.x.tensor,
+                K=maps.weights[0].k, KP=self._padded, C=_COLUMNS, early=early,
             )  # fmt: skip
-        y = maps.ys[0].tensor
+        if len(maps.ys) == 3:
+            self._three(count)
+            return
+        (matrix,), y = self._matrices, maps.ys[0].tensor
+        plan, product = matrix.plan(count), matrix.product
         x = product.rows(arranged.tensor, MOST, plan.cut.width)
         if self._single(plan):
             product.launch(y, Rows(x, x.base, x.base, count), plan.cut)
             return
         left = maps.left if leaves(count) else None
-        room = self._sums if left is None or self._kept_sums is None else self._kept_sums
-        sums, stride = room.tensor, count * self._n
+        sums = (self._sums[0] if left is None or self._kept_sums is None else self._kept_sums).tensor
+        stride = count * matrix.n
         product.launch(sums, Rows(x, x.base, x.base, count), plan.cut, plan.parts, stride)
         biases, residual = maps.given, maps.residual
-        if len(maps.ys) == 3:
-            ys, ns = tuple(slot.tensor for slot in maps.ys), tuple(w.n for w in maps.weights)
-            site.launch(
-                add_parts_of_three, (count, cdiv(self._n, ROWS_BESIDE)), ys, sums, biases or ys, stride, ns,
-                PARTS=plan.parts, BIAS=bool(biases), C=ROWS_BESIDE, warps=2, early=early,
-            )  # fmt: skip
-            return
         more = Epilogue(biases[0] if biases else y, y, y if residual is None else residual.tensor)
 
         def add() -> None:
             site.launch(
-                add_parts, (count, cdiv(self._n, _COLUMNS)), y, sums, more, stride, maps.alpha, self._n, PARTS=plan.parts,
+                add_parts, (count, cdiv(matrix.n, _COLUMNS)), y, sums, more, stride, maps.alpha, matrix.n, PARTS=plan.parts,
                 BIAS=bool(biases), ADD=residual is not None, C=_COLUMNS, early=early,
             )  # fmt: skip
 
@@ -460,3 +436,16 @@ class _Maps:
         else:
             kind: Kind = "biased" if biases else "parts"
             left.leave(Parts(sums, more.bias, more.residual, stride, maps.alpha), kind, plan.parts, add)
+
+    def _three(self, count: int) -> None:
+        """Three results."""
+        maps, made = self._maps, []
+        for matrix, room in zip(self._matrices, self._sums, strict=True):
+            plan, product = matrix.plan(count), matrix.product
+            x = product.rows(self._arranged.tensor, MOST, plan.cut.width)
+            product.launch(room.tensor, Rows(x, x.base, x.base, count), plan.cut, plan.parts, count * matrix.n)
+            made.append(Sums(room.tensor, matrix.n, plan.parts))
+        ns, sums = [w.n for w in maps.weights], []
+        for i, of in enumerate(self._of):
+            sums.append(made[of]._replace(first=sum(n for n, other in zip(ns[:i], self._of, strict=False) if other == of)))
+        add_three(self._site, [y.tensor for y in maps.ys], ns, sums, maps.given, count)

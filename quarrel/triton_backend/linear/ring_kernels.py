@@ -454,7 +454,7 @@ def ring(
     epilogue: biases float32 `[matrices, N]` of the matrix and of the up matrix, 2^-shift and 2^shift; then, if ADD, a
         residual `[rows, N]` and alpha: y = residual + alpha * (x W^T + bias); if THREE, the second and the third result of
         three maps in one matrix, of which y is the first, and the rows of each, multiples of a tile.
-    IN_TURN: parts of K are one unit, whose sums are added in order as `ring.add_parts` adds them: the same bits.
+    IN_TURN: parts of K are one unit, whose sums are added in order as `ring_sums.add_parts` adds them: the same bits.
     part_stride: values from one part's sums to the next. tokens: rows of x, unless LISTED.
     Grid: any number of programs.
     """
