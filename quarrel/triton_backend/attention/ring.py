@@ -39,6 +39,7 @@ try:  # Gluon is no stable interface: without the names of Triton 3.6 to 3.9 oth
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from quarrel.triton_backend.attention import ring_kernels as kernels
+    from quarrel.triton_backend.attention.ring_form import chunks_of, meeting_rows
 except (ImportError, AttributeError):  # pragma: no cover
     kernels = None  # type: ignore[assignment]
 
@@ -116,7 +117,7 @@ def is_deep(kv_len: Array, sequences: range) -> bool:
 def form(dim: int, group: int, bits: int, codes: bool) -> Ring:
     """As many stages as fit beside the queries and the barriers."""
     stage = 2 * _WARPS * _KEYS * (dim * bits // 8 + (4 if codes else 0))
-    met = 4 * _WARPS * kernels.meeting_rows(group) * (dim // kernels.chunks_of(dim, bits))
+    met = 4 * _WARPS * meeting_rows(group) * (dim // chunks_of(dim, bits))
     return Ring(_WARPS, _KEYS, min(_MOST_STAGES, (_SHARED - 2 * 16 * dim - 1024 - met) // stage))
 
 

@@ -32,6 +32,7 @@ try:  # Gluon is no stable interface: without the names of Triton 3.6 to 3.9 oth
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     from quarrel.triton_backend.linear import ring_kernels as kernels
+    from quarrel.triton_backend.linear.ring_tiling import stage_bytes
     from quarrel.triton_backend.linear.ring_weights import Matrices, rows_of_stack, transposed_bytes
 except (ImportError, AttributeError):  # pragma: no cover
     kernels = None  # type: ignore[assignment]
@@ -261,10 +262,8 @@ class Product:
 
     def _stages(self, cut: Cut) -> int:
         """As many as fit."""
-        one = self._stacks[0]
-        row = 128 * one.planes + (8 if one.byte_scales else 16) + 32 * one.bits + (4 if one.tops else 0)
-        stage = 16 * cut.warps * row + 512 * cut.width
-        return max(2, min(12, (_SHARED // cut.residents - 1024) // (stage * cut.span)))
+        stage = stage_bytes(self.format, 16 * cut.warps, cut.width, cut.span)
+        return max(2, min(12, (_SHARED // cut.residents - 1024) // stage))
 
 
 def _registers(cut: Cut) -> int:

@@ -24,7 +24,6 @@ class Matrices:
     def __init__(self, weight: Packed) -> None:
         codes, bits, scale, top = (plane.reshape(weight.n, -1).view(torch.uint8) for plane in weight.planes)
         made = by_name(weight.format)
-        self.planes = codes.shape[1] * 256 // (128 * weight.k)
         self.bits = made.bits.count if made.bits else 0
         self.byte_scales = scale.shape[1] == weight.k // 32
         self.tops = made.top is not None
