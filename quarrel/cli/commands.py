@@ -6,15 +6,23 @@ import argparse
 from collections.abc import Callable
 
 from quarrel.cli.flags import add_load_flags, hidden
+from quarrel.cli.options import (
+    CHAT,
+    MODEL,
+    STORIES,
+    beside_options,
+    chat_options,
+    draft_options,
+    embedding_options,
+    flight_options,
+    model_arguments,
+    request_options,
+    store_options,
+    text_arguments,
+)
 from quarrel.cli.samplers import add_samplers
 from quarrel.env import BACKENDS, COMPUTE
 from quarrel.llm.options import WEIGHTS
-
-STORIES, CHAT = "demo", "demo-chat"
-_MODEL = (
-    "a GGUF file, a name in the Ollama store or the Hugging Face cache, hf://owner/repo[:file or quant], or a model of"
-    f" Quarrel's own: {STORIES} continues stories, {CHAT} talks"
-)
 
 
 def default_model(command: str) -> str:
@@ -23,32 +31,32 @@ def default_model(command: str) -> str:
 
 
 def _generate(p: argparse.ArgumentParser) -> None:
-    _text_arguments(p, "PROMPT", "the text to continue")
+    text_arguments(p, "PROMPT", "the text to continue")
     p.add_argument("--chat", action="store_true", help="put the text to the model as a user's message, by its template")
     hidden(p, "--chatml", "-chatml", action="store_true", dest="chat")
     p.add_argument(
         "--image", metavar="FILE", action="append", help="a picture beside the text (implies --chat); or several"
     )
-    _chat_options(p, implied=" (implies --chat)")
+    chat_options(p, implied=" (implies --chat)")
     streams = "print the text as it comes, the default; with --json, as JSON lines"
     p.add_argument("--stream", action=argparse.BooleanOptionalAction, default=None, help=streams)
     hidden(p, "-stream", action="store_true", dest="stream")
     p.add_argument("--echo", action="store_true", help="print the prompt before its continuation")
     p.add_argument("-q", "--quiet", action="store_true", help="no line with speeds on standard error")
-    _request_options(p)
+    request_options(p)
     add_samplers(p)
     add_load_flags(p)
-    _beside_options(p, many=False)
+    beside_options(p, many=False)
 
 
 def _chat(p: argparse.ArgumentParser) -> None:
-    _model_arguments(p, CHAT)
+    model_arguments(p, CHAT)
     p.add_argument("-p", "--prompt", metavar="TEXT", help="ask only this, and print the answer")
     hidden(p, "-prompt", dest="prompt")
     p.add_argument(
         "--image", metavar="FILE", action="append", help="a picture beside the first question; several times for more"
     )
-    _chat_options(p)
+    chat_options(p)
     p.add_argument("-q", "--quiet", action="store_true", help="no greeting and no speeds on standard error")
     overflow = (
         "what becomes of a conversation that is longer than the context: stop refuses it; shift, the default, leaves out"
@@ -58,30 +66,30 @@ def _chat(p: argparse.ArgumentParser) -> None:
     tools = "a server of tools (MCP), a command or a URL; you are asked before each call. May be repeated"
     p.add_argument("--mcp", metavar="SERVER", action="append", help=tools)
     p.add_argument("--plain", action="store_true", help="answers as they are written, and the terminal's own line editing")
-    _request_options(p)
+    request_options(p)
     add_samplers(p, leave_out=("logprobs", "n"))
     add_load_flags(p)
-    _beside_options(p, many=False)
+    beside_options(p, many=False)
 
 
 def _mcp(p: argparse.ArgumentParser) -> None:
-    _model_arguments(p, CHAT)
+    model_arguments(p, CHAT)
     add_load_flags(p)
-    _beside_options(p, many=True)
+    beside_options(p, many=True)
 
 
 def _inspect(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", metavar="MODEL", nargs="?", default=STORIES, help=f"{_MODEL}; by default {STORIES}")
+    p.add_argument("model", metavar="MODEL", nargs="?", default=STORIES, help=f"{MODEL}; by default {STORIES}")
     p.add_argument("-k", "--keys", metavar="PATTERN", help="only keys that hold this text, or fit it where it has * or ?")
     p.add_argument("-t", "--tensors", metavar="PATTERN", help="only tensors whose names do")
     p.add_argument("--full", action="store_true", help="long texts and arrays to their end")
 
 
 def _explain(p: argparse.ArgumentParser) -> None:
-    _model_arguments(p)
+    model_arguments(p)
     p.add_argument("--all", action="store_true", help="every call of every layer, not grouped")
     add_load_flags(p)
-    _beside_options(p, many=True)
+    beside_options(p, many=True)
 
 
 def _pull(p: argparse.ArgumentParser) -> None:
@@ -96,11 +104,11 @@ def _list(p: argparse.ArgumentParser) -> None:
 
 
 def _show(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", metavar="MODEL", nargs="?", default=STORIES, help=f"{_MODEL}; by default {STORIES}")
+    p.add_argument("model", metavar="MODEL", nargs="?", default=STORIES, help=f"{MODEL}; by default {STORIES}")
 
 
 def _cp(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", metavar="MODEL", help=_MODEL)
+    p.add_argument("model", metavar="MODEL", help=MODEL)
     p.add_argument("target", metavar="NAME", help="the new name, such as mine or mine:tag")
 
 
@@ -130,7 +138,7 @@ def _quantize(p: argparse.ArgumentParser) -> None:
 
 
 def _imatrix(p: argparse.ArgumentParser) -> None:
-    p.add_argument("model", metavar="MODEL", help=f"{_MODEL}; in F16, BF16 or Q8_0")
+    p.add_argument("model", metavar="MODEL", help=f"{MODEL}; in F16, BF16 or Q8_0")
     p.add_argument("text", metavar="TEXT", help="a file of what the model is for; some 50,000 words do")
     output = "the file to write, such as model.imatrix.gguf"
     p.add_argument("-o", "--output", metavar="OUT", dest="target", required=True, help=output)
@@ -159,7 +167,7 @@ def _convert(p: argparse.ArgumentParser) -> None:
 
 
 def _tokenize(p: argparse.ArgumentParser) -> None:
-    _text_arguments(p, "TEXT", "the text to cut into tokens")
+    text_arguments(p, "TEXT", "the text to cut into tokens")
     p.add_argument("--decode", action="store_true", help="the text is token ids; print what they say")
     p.add_argument("--ids", action="store_true", help="only the ids, on one line")
     special = "the model's begin and end tokens: added by default, and by default left out by --decode"
@@ -176,7 +184,7 @@ def _serve(p: argparse.ArgumentParser) -> None:
         "names",
         metavar="MODEL",
         nargs="*",
-        help=f"{_MODEL}; by default these two, {CHAT} first; the first answers where none is named",
+        help=f"{MODEL}; by default these two, {CHAT} first; the first answers where none is named",
     )
     p.add_argument("-m", "--model", metavar="MODEL", action="append", help="the same, as an option; may be repeated")
     p.add_argument("--models-dir", metavar="FOLDER", help="a folder whose GGUF files are offered too")
@@ -257,9 +265,9 @@ def _serve(p: argparse.ArgumentParser) -> None:
         help="time the expert and recurrent layers of one step in N for /metrics; by default 16 on a CPU, and 0"
         " (never) on CUDA, where such a step is no captured graph and takes several times as long",
     )
-    _draft_options(p)
+    draft_options(p)
     add_load_flags(p)
-    _beside_options(p, many=True)
+    beside_options(p, many=True)
 
 
 def _llama_server(p: argparse.ArgumentParser) -> None:
@@ -280,32 +288,10 @@ def _keys(p: argparse.ArgumentParser) -> None:
     p.add_argument("--data-dir", metavar="FOLDER", help="where the hashes of API keys are stored (or WEBUI_DATA_DIR)")
 
 
-def _flight_options(p: argparse.ArgumentParser, flag: str, what: str, dest: str) -> None:
-    _store_options(p, flag, what, dest)
-    p.add_argument("--dataset", metavar="NAME", help="the dataset in the store")
-
-
-def _store_options(p: argparse.ArgumentParser, flag: str, what: str, dest: str) -> None:
-    p.add_argument(flag, metavar="ADDRESS", dest=dest, help=what)
-    p.add_argument("--meta", metavar="ADDRESS", help="the store's other port; by default the next one")
-    p.add_argument("--header", metavar="NAME=VALUE", action="append", help="sent with each call; may be repeated")
-    p.add_argument("--tls-root", metavar="FILE", help="PEM of who signed the store's certificate (for grpc+tls://)")
-    p.add_argument("--timeout", type=float, default=30.0, metavar="SECONDS", help="for a call, 30 by default")
-
-
-def _embedding_options(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--pooling", choices=("mean", "cls", "last"), help="in place of what the model's file says")
-    p.add_argument("--dimensions", type=int, metavar="N", help="keep the first N numbers of each vector (Matryoshka)")
-    p.add_argument("--prefix", metavar="TEXT", help="in front of each text, or a task of the model's, such as search_query")
-    p.add_argument(
-        "--normalize", action=argparse.BooleanOptionalAction, default=True, help="vectors of length 1, the default"
-    )
-
-
 def _embed(p: argparse.ArgumentParser) -> None:
-    _model_arguments(p)
+    model_arguments(p)
     p.add_argument("-i", "--input", metavar="FILE", help="texts to embed: .txt (a text a line), .jsonl, .csv or .parquet")
-    _flight_options(p, "--to", "grpc://host:3000, or a .parquet or .arrow file", "to")
+    flight_options(p, "--to", "grpc://host:3000, or a .parquet or .arrow file", "to")
     p.add_argument("--text-column", metavar="NAME", default="text", help="where the texts are, by default in text")
     p.add_argument("--id-column", metavar="NAME", help="becomes doc_id; by default that is the row's number")
     p.add_argument("--column", metavar="NAME", action="append", help="sent along as text; may be repeated")
@@ -316,7 +302,7 @@ def _embed(p: argparse.ArgumentParser) -> None:
     )
     metric = "noted for a new dataset, by default cosine; Longbow ranks by L2 all the same, which orders unit vectors alike"
     p.add_argument("--metric", choices=("cosine", "dot_product", "euclidean"), default="cosine", help=metric)
-    _embedding_options(p)
+    embedding_options(p)
     p.add_argument("--chunk", type=int, metavar="N", help="cut texts of more than N tokens, which are bad rows otherwise")
     p.add_argument("--overlap", type=int, metavar="N", help="tokens that two pieces share, N/8 by default")
     p.add_argument("--checkpoint", metavar="FILE", help="what is done; by default beside the input")
@@ -328,21 +314,21 @@ def _embed(p: argparse.ArgumentParser) -> None:
 
 
 def _search(p: argparse.ArgumentParser) -> None:
-    _text_arguments(p, "TEXT", "the text to look for")
-    _flight_options(p, "--from", "the store's address, by default grpc://127.0.0.1:3000", "source")
+    text_arguments(p, "TEXT", "the text to look for")
+    flight_options(p, "--from", "the store's address, by default grpc://127.0.0.1:3000", "source")
     p.add_argument("-k", type=int, default=10, metavar="N", help="results, 10 by default")
     p.add_argument("--filter", metavar="CONDITION", action="append", help="such as year>=1990; may be repeated")
     p.add_argument("--fresh", action="store_true", help="no cached answer of the store")
     rerank = "fetch the 4 k nearest by L2 and rank them exactly by this; the default where vectors are not of length 1"
     p.add_argument("--rerank", choices=("cosine", "dot_product"), help=rerank)
-    _embedding_options(p)
+    embedding_options(p)
     add_load_flags(p)
 
 
 def _datasets(p: argparse.ArgumentParser) -> None:
     p.add_argument("action", choices=("list", "info", "delete", "export"))
     p.add_argument("name", metavar="NAME", nargs="?", help="the dataset; of list, a text that its name holds")
-    _store_options(p, "--from", "the store's address, by default grpc://127.0.0.1:3000", "source")
+    store_options(p, "--from", "the store's address, by default grpc://127.0.0.1:3000", "source")
     p.add_argument("--id", metavar="ID", help="of delete: this row alone")
     p.add_argument("--output", metavar="FILE", help="of export: a .parquet or .arrow file that is not there yet")
     p.add_argument("--filter", metavar="CONDITION", action="append", help="of export: such as year>=1990; may be repeated")
@@ -363,12 +349,12 @@ def _flight_server(p: argparse.ArgumentParser) -> None:
 
 
 def _prefill(p: argparse.ArgumentParser) -> None:
-    _model_arguments(p)
+    model_arguments(p)
     p.add_argument("--host", default="127.0.0.1", help="the address to listen on, by default 127.0.0.1")
     p.add_argument("--port", type=int, default=8815, help="8815 by default; 0 takes a free one")
     p.add_argument("--parallel", type=int, default=16, metavar="N", help="prompts that are read at once, 16 by default")
     add_load_flags(p)
-    _beside_options(p, many=True)
+    beside_options(p, many=True)
 
 
 COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], None]], ...] = (
@@ -512,56 +498,3 @@ COMMANDS: tuple[tuple[str, str, str, str, Callable[[argparse.ArgumentParser], No
     ("doctor", "", "say what this machine can run, and what is missing", "", _doctor),
 )
 """Name, what follows the options, summary, details, and the function that declares the options."""
-
-
-def _text_arguments(p: argparse.ArgumentParser, noun: str, what: str) -> None:
-    p.add_argument("words", nargs="*", metavar=noun, help=f"{what}; in front of it, perhaps a model")
-    p.add_argument("-m", "--model", metavar="MODEL", help=f"{_MODEL}; by default {STORIES}")
-    p.add_argument("-p", "--prompt", metavar="TEXT", help=f"{what}, as an option")
-    p.add_argument("-f", "--file", metavar="FILE", help=f"a file with {what}; - is standard input")
-    hidden(p, "-model", dest="model")
-    hidden(p, "-prompt", dest="prompt")
-
-
-def _model_arguments(p: argparse.ArgumentParser, default: str = STORIES) -> None:
-    p.add_argument("name", metavar="MODEL", nargs="?", help=f"{_MODEL}; by default {default}")
-    p.add_argument("-m", "--model", metavar="MODEL", help="the same, as an option")
-    hidden(p, "-model", dest="model")
-
-
-def _chat_options(p: argparse.ArgumentParser, implied: str = "") -> None:
-    p.add_argument("--system", metavar="TEXT", help=f"a system message to begin with{implied}")
-    template = f"a built-in chat template or a file with one, in place of the model's own{implied}"
-    p.add_argument("--chat-template", metavar="NAME_OR_FILE", help=template)
-
-
-def _beside_options(p: argparse.ArgumentParser, *, many: bool) -> None:
-    """What is loaded beside the model."""
-    group = p.add_argument_group("beside the model")
-    draft = (
-        "a smaller model of the same vocabulary, which proposes tokens, or mtp, the block of the model itself that does;"
-        " the text stays the same"
-    )
-    group.add_argument("--draft", metavar="MODEL", help=draft)
-    lora = "a LoRA adapter in GGUF"
-    lora += ", which a request selects by its name; may be repeated" if many else ", to write with"
-    action = "append" if many else "store"
-    group.add_argument("--lora", metavar="[NAME=]FILE", action=action, help=lora, nargs=None if many else 1)
-    hidden(group, "-md", "--model-draft", "--draft-model", dest="draft")
-
-
-def _request_options(p: argparse.ArgumentParser) -> None:
-    group = p.add_argument_group("structure")
-    group.add_argument("--json-schema", metavar="FILE", help="keep to this JSON schema; the schema itself will do")
-    group.add_argument("--regex", metavar="PATTERN", help="match this regular expression as a whole")
-    group.add_argument("--grammar", metavar="FILE", help="keep to this Lark grammar")
-    _draft_options(p)
-    p.add_argument("--timeout", type=float, metavar="SECONDS", help="end with an error after so long")
-
-
-def _draft_options(p: argparse.ArgumentParser) -> None:
-    lookup = "draft up to N tokens at once from earlier places of the text; 0, the default, is off"
-    p.add_argument("--lookup", type=int, default=0, metavar="N", help=lookup)
-    ahead = "tokens that the --draft model may propose at once, 8 by default"
-    p.add_argument("--draft-max", type=int, default=8, metavar="N", help=ahead)
-    hidden(p, "--draft-n", "--draft-tokens", type=int, dest="draft_max")

@@ -14,8 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, TextIO
 
-from quarrel.cli.commands import CHAT, STORIES
 from quarrel.cli.flags import UsageError, in_flags, load_options
+from quarrel.cli.options import CHAT, STORIES
 from quarrel.cli.request import template_of
 from quarrel.cli.terminal import note
 from quarrel.engine import Service
