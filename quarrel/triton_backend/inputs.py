@@ -76,11 +76,13 @@ def item_starts(
     return np.concatenate([[0], np.cumsum(np.where(single, splits, 0))]).astype(np.int32)
 
 
-def item_bucket(items: int, seqs: int, most: int = MOST_SPLITS) -> int:
-    """Items that a graph for so many sequences has programs for: beyond 16 splits a sequence they no longer grow. Where
-    several sequences have one split each nobody adds splits."""
+def item_bucket(items: int, seqs: int, most: int = MOST_SPLITS, splits: bool = True) -> int:
+    """Items that a graph for so many sequences has programs for: beyond 16 splits a sequence they no longer grow. Without
+    splits (`Batch.splits`) several sequences have one item each, at most."""
+    if not splits and seqs >= SEVERAL_SEQS:
+        return seqs
     most = most_of_each(seqs, most)
-    places = (seqs * each for each in (1 if seqs >= SEVERAL_SEQS else min(4, most), min(4, most), min(16, most), most))
+    places = (seqs * each for each in (min(4, most), min(16, most), most))
     return next((n for n in places if items <= n), power_of_two(items))
 
 
@@ -98,7 +100,8 @@ def batch_of(query_start: Array, kv_len: Array, rows: int, starts: Array | None 
     if seqs == 1:
         return Batch(tokens, 1, rows, tokens == 1, tokens > 1, items)
     new = np.diff(query_start)
-    return Batch(tokens, seqs, rows, bool((new == 1).any()), bool((new > 1).any()), items)
+    splits = bool((np.diff(starts) > 1).any())
+    return Batch(tokens, seqs, rows, bool((new == 1).any()), bool((new > 1).any()), items, splits=splits)
 
 
 def _bounds(values: Array) -> tuple[int, int]:

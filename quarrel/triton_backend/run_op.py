@@ -133,6 +133,8 @@ def _live(named: dict[str, Concrete], free: dict[str, int], device: torch.device
         assert isinstance(kv_len, np.ndarray)
         starts, new = item_starts(query_start, kv_len), np.diff(query_start)
     adjusts = "list_end" in named
-    batch = Batch(*counts, bool((new == 1).any()), bool((new > 1).any()), int(starts[-1]), adjusts=adjusts)
+    splits = counts[1] == 1 or bool((np.diff(starts) > 1).any())
+    has = bool((new == 1).any()), bool((new > 1).any())
+    batch = Batch(*counts, *has, int(starts[-1]), adjusts=adjusts, splits=splits)
     width = torch.tensor([free.get("B", 0)], dtype=torch.int32, device=device)
     return batch, Tables(Slot(torch.from_numpy(starts).to(device)), Slot(width))

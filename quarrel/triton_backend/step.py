@@ -340,7 +340,8 @@ class TritonStep:
         self._grow(max(rows, padded), batch.items)
         if decode:
             self._inputs.send(inputs, padded, starts)
-            self._replay(replace(batch, T=padded, S=padded, R=padded, items=self._items(batch.items, padded)), want)
+            items = self._items(batch.items, padded, batch.splits)
+            self._replay(replace(batch, T=padded, S=padded, R=padded, items=items), want)
         else:
             self._inputs.send(inputs, 0, starts)
             (self._replay if capture and self._sees else self._run)(batch, want)
@@ -372,9 +373,9 @@ class TritonStep:
             inputs.query_start, inputs.kv_len, seqs, self.limits.deterministic, plan.most_splits, plan.short_splits
         )
 
-    def _items(self, items: int, seqs: int) -> int:
+    def _items(self, items: int, seqs: int, splits: bool = True) -> int:
         """Items that a graph has programs for."""
-        return max(items, min(item_bucket(items, seqs, self._plan.most_splits), self._plan.rows["items"]))
+        return max(items, min(item_bucket(items, seqs, self._plan.most_splits, splits), self._plan.rows["items"]))
 
     def _grow(self, rows: int, items: int) -> None:
         have = self._plan.rows

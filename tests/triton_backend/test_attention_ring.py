@@ -14,20 +14,25 @@ import pytest
 import torch
 
 from quarrel.ops.attention import ATTENTION, AttentionSpec
-from quarrel.ops.contract import Case
+from quarrel.ops.contract import CacheRef, Case, Value
 from quarrel.ops.kv import KV_TYPES
+from quarrel.ops.program import Node, Program
+from quarrel.ops.registry import lower
 from quarrel.triton_backend import run_op
 from quarrel.triton_backend.attention import ring, ring_kernels
 from quarrel.triton_backend.attention.records import Ring
-from quarrel.triton_backend.backend import TritonBackend
-from quarrel.triton_backend.inputs import item_starts
-from quarrel.triton_backend.runtime.arrays import Cache
+from quarrel.triton_backend.backend import REGISTRY, TritonBackend
+from quarrel.triton_backend.inputs import batch_of, item_bucket, item_starts
+from quarrel.triton_backend.plan import Plan
+from quarrel.triton_backend.runtime.arrays import Cache, Slot
+from quarrel.triton_backend.runtime.cache import from_host
 from quarrel.triton_backend.runtime.launch import INTERPRETED
 from quarrel.triton_backend.runtime.launch import launch as really
-from quarrel.triton_backend.runtime.site import Batch
+from quarrel.triton_backend.runtime.site import Batch, Tables
 from tests.poison import check_poison
 from tests.triton_backend import gluon_emulator
 from tests.triton_backend.cases import EVERYTHING, error_of
+from tests.triton_backend.test_attention import batch as made_batch
 from tests.triton_backend.test_attention import inside_and_apart
 
 pytestmark = [
@@ -147,7 +152,9 @@ POISONED = [c for c in CASES if 1 < c.dims["S"] < 9]
 def test_is_right(backend: TritonBackend, case: Case, compute: Any, launches: list[Any]) -> None:
     assert error_of(backend, ATTENTION, case, compute) <= ATTENTION.tolerance[compute]
     (_, named), *joins = launches
-    assert [kernel.__name__ for kernel, _ in joins] == ["join_splits"] * (named["items"] > named["seqs"])
+    assert [kernel.__name__ for kernel, _ in joins] == ["join_splits"] * (
+        named["seqs"] == 1 or named["items"] > named["seqs"]
+    )
 
 
 @pytest.mark.usefixtures("launches")
@@ -171,6 +178,47 @@ def test_every_place_of_the_ring_is_used_again(backend: TritonBackend, case: Cas
 @pytest.mark.parametrize("case", POISONED if EVERYTHING or not INTERPRETED else POISONED[::3], ids=str)
 def test_reads_nothing_of_others(backend: TritonBackend, case: Case) -> None:
     check_poison(backend, ATTENTION, case, "float16")
+
+
+@pytest.mark.parametrize(
+    "lengths", [(300, 10, 10, 10, 10), (100, 10, 1, 10, 10), (600, 20, 20, 257, 20, 5), (1, 1, 1, 1, 1)]
+)
+def test_padding_is_neither_read_nor_left_out(lengths: tuple[int, ...], launches: list[Any]) -> None:
+    """A captured step has sequences and items that are not there; what the table says of them is anything."""
+    spec, seqs, most = AttentionSpec(4, 2, 64, 0.125), len(lengths), 8
+    q, starts, kv_len, table, cache = made_batch(spec, [(1, n) for n in lengths])
+    items = item_starts(starts, kv_len)
+    known = batch_of(starts, kv_len, seqs, items)
+    count = item_bucket(known.items, most, splits=known.splits)
+    whole = replace(known, T=most, S=most, R=most, items=count)
+    missing = most - seqs
+    ints = {
+        "query_start": np.arange(most + 1),
+        "kv_len": np.append(kv_len, np.zeros(missing)),
+        "block_table": np.append(table, np.full((missing, table.shape[1]), 50_000)),
+    }
+    x, y = Value(0, "act", ("T", spec.width), "q"), Value(9, "act", ("T", spec.width), "y")
+    values = {name: Value(1 + i, "i32", ("S",), name) for i, name in enumerate(ints)}
+    node = Node(ATTENTION, spec, (x, *values.values(), CacheRef(0)), (y,))
+    device = torch.device("cpu" if INTERPRETED else "cuda")
+
+    def slot(x: Any, dtype: torch.dtype = torch.int32) -> Slot:
+        return Slot(torch.from_numpy(np.asarray(x)).to(dtype).to(device).reshape(-1))
+
+    slots = {0: slot(np.append(q, np.zeros((missing, q.shape[1]))), torch.float16)}
+    slots |= {values[name].id: slot(x) for name, x in ints.items()}
+    work = Tables(slot(np.append(items, np.full(missing, items[-1]))), slot([table.shape[1]]))
+    choices = lower(Program((node,), {v.name: v for v in (x, *values.values())}, {}, ()), REGISTRY)
+    rows = {"T": most, "S": most, "R": most, "items": count}
+    held = [from_host(cache, torch.float16, device)]
+    plan = Plan(choices, slots, {9}, rows, None, held, [], work, "float16", device)  # type: ignore[arg-type]
+    plan.fill(255)
+    for go in plan.launches:
+        go(whole)
+    got = plan.slots[9].tensor.float().cpu().numpy().reshape(most, -1)[:seqs]
+    want = ATTENTION.reference(spec, q, starts, kv_len, table, cache)[0]
+    np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
+    assert [kernel.__name__ for kernel, _ in launches] == ["attend_ring", "join_splits"][: 1 + known.splits]
 
 
 @pytest.mark.parametrize("compute", COMPUTES)

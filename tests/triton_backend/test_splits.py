@@ -120,7 +120,8 @@ def test_steps_of_few_sequences_have_no_more_splits_than_they_may() -> None:
     assert item_starts(np.arange(5), lengths[:4], 8, most=33)[-1] == 63 + 3 + 20 + 1
     assert [item_bucket(n, 1, 33) for n in (1, 5, 16, 17, 33)] == [4, 16, 16, 33, 33]
     assert [item_bucket(n, 1, 8) for n in (4, 5, 8)] == [4, 8, 8]
-    assert [item_bucket(n, 8, 33) for n in (8, 9, 33, 200)] == [8, 32, 128, 512]
+    assert [item_bucket(n, 8, 33) for n in (8, 9, 33, 200)] == [32, 32, 128, 512]
+    assert [item_bucket(n, n, splits=False) for n in (1, 4, 5, 8)] == [4, 16, 5, 8]
     assert [item_bucket(n, 2) for n in (9, 33, 300)] == [32, 128, 512]
 
 

@@ -141,7 +141,7 @@ class RingLaunch:
             items=batch.items, **given, **self._copies, S=shape, R=self._ring, warps=self._ring.W, early=early,
             maxnreg=_REGISTERS,
         )  # fmt: skip
-        if batch.items <= batch.S and not batch.prefill:  # one split each
+        if not batch.splits:
             return
         site.launch(
             join_splits, (batch.S, shape.HEADS), output=output, partial=given["partial"], sinks=sinks,

@@ -286,19 +286,24 @@ def _consume(
     slot = 0
     phase = 0
     for work in range(gl.program_id(0), items * S.KV_HEADS, gl.num_programs(0)):
-        slot, phase = _attend(
-            out, partial, q, rotation, cache, sinks, sequences, item_start, seqs, work // S.KV_HEADS, work % S.KV_HEADS,
-            score, stages, s_q, s_met, slot, phase, S, F, ROTATE, EARLY, COMPUTE, PDL,
-        )  # fmt: skip
+        item = work // S.KV_HEADS
+        split = _split(sequences, item_start, seqs, item, score, S, F, F.W)
+        if split[1] > 0:
+            slot, phase = _attend(
+                out, partial, q, rotation, cache, sinks, sequences, split, item, work % S.KV_HEADS, score, stages, s_q,
+                s_met, slot, phase, S, F, ROTATE, EARLY, COMPUTE, PDL,
+            )  # fmt: skip
+    if PDL and EARLY:
+        # Whoever waits for this kernel relies on the kernels before it being over, too.
+        gdc_wait()
 
 
 @gluon.jit
 def _attend(
-    out, partial, q, rotation, cache, sinks, sequences, item_start, seqs, item, kv_head, score, stages, s_q, s_met, slot,
-    phase, S: gl.constexpr, F: gl.constexpr, ROTATE: gl.constexpr, EARLY: gl.constexpr, COMPUTE: gl.constexpr,
-    PDL: gl.constexpr,
+    out, partial, q, rotation, cache, sinks, sequences, split, item, kv_head, score, stages, s_q, s_met, slot, phase,
+    S: gl.constexpr, F: gl.constexpr, ROTATE: gl.constexpr, EARLY: gl.constexpr, COMPUTE: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
-    """One split; the slot of the ring and the phase where the next begins."""
+    """One split that there is (`_split`); the slot of the ring and the phase where the next begins."""
     W: gl.constexpr = F.W
     GROUP: gl.constexpr = S.HEADS // S.KV_HEADS
     DIM: gl.constexpr = S.DIM
@@ -309,7 +314,7 @@ def _attend(
     NEOX: gl.constexpr = ROTATE == "neox"
     MMA: gl.constexpr = mma_layout(W)
     LOAD: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [W, 1], [1, 0])
-    seq, splits, last, p_table, start, stop, oldest, newest = _split(sequences, item_start, seqs, item, score, S, F, W)
+    seq, splits, last, p_table, start, stop, oldest, newest = split
     lane = gl.arange(0, 16, gl.SliceLayout(1, LOAD))
     d = gl.arange(0, DIM, gl.SliceLayout(0, LOAD))
     head = kv_head * GROUP + lane

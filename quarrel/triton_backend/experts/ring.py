@@ -152,7 +152,7 @@ class Ring:
         else:
             self._rows = site.scratch("one", self.most * padded, torch.float16)
             width = 1 + 4 * (MOST_PAIRS // WIDTHS[0] + maps.n_experts)
-            self._items = site.lasting("items", width, torch.int32)
+            self._items = site.lasting(f"items of {maps.used}", width, torch.int32)
 
     def __call__(self, y: Slot, x: Slot, group: Grouping, pairs: int, per_token: int) -> None:
         """y `[pairs, n]` from rows of x `[tokens, k]`, of which `per_token` pairs share one."""

@@ -290,8 +290,8 @@ def as_one(weights: Sequence[Packed]) -> Packed | None:
 
 
 def declines(site: Site, maps: Maps) -> str | None:
-    """Takes float16 arithmetic on one large map, on gate and up, or on three maps in one matrix, on devices of capability
-    9."""
+    """Takes float16 arithmetic on one large map, on gate and up, or on three maps in one matrix or two, on devices of
+    capability 9."""
     if (reason := declines_device(site) or declines_weights(maps.weights)) is not None:
         return reason
     if site.deterministic:
@@ -300,10 +300,14 @@ def declines(site: Site, maps: Maps) -> str | None:
     if len(maps.weights) == 3:
         if maps.together() is not None:
             return "needs three maps with biases or without"
-        if as_one(maps.weights) is None and (
-            values < _THREE_APART or maps.weights[0].k % 256 or any(w.n % ROWS_BESIDE for w in maps.weights[:2])
+        apart = len(matrices(maps.weights))
+        if apart > 1 and (
+            apart > 2
+            or values < _THREE_APART
+            or maps.weights[0].k % 256
+            or any(w.n % ROWS_BESIDE for w in maps.weights[:2])
         ):
-            return f"needs three maps in one matrix, or {_THREE_APART} weights and whole super-blocks, got {values}"
+            return f"needs three maps in one matrix, or {_THREE_APART} weights in two, got {values} in {apart}"
     elif not maps.gated and len(maps.weights) > 1:
         return f"needs one map, gate and up, or three maps, got {len(maps.weights)} maps"
     needs = _SMALL if _is_narrow(maps) else min(_LEAST)

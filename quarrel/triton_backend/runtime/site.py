@@ -51,6 +51,8 @@ class Batch:
     """Rows lay biases, penalties or masks on tokens (`sampling/adjust.py`)."""
     deep: bool = False
     """Few sequences, each with one new token behind many keys, where a layer is for `attention/ring.py`."""
+    splits: bool = True
+    """Some sequence with one new token has several splits, as far as is known."""
 
     def count(self, dim: str) -> int:
         """The size of a free axis."""
