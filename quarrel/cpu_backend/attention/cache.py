@@ -25,6 +25,7 @@ from quarrel.cpu_backend.runtime.vector import (
     f32_to_bf16,
     f32_to_f16,
     max_lanes,
+    nearest,
     sum_lanes,
 )
 from quarrel.ops.contract import Array, KVArrays
@@ -37,7 +38,6 @@ DECODED = {"int8": 1.0, "fp8": 256.0, "fp8_e5m2": 1.0}
 """What codes are multiplied by, beside their scale, as `decoded` gives them."""
 LINE = 64
 N = TypeVar("N", int, Val)
-_MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def store_codes(k: Kernel, kind: Kind, x: Val, dim: Val, put: Put) -> None:
 
 def _codes(k: Kernel, kind: Kind, y: Val) -> Val:
     if kind == "int8":
-        return ((y + _MAGIC).bitcast(vec(I32, y.lanes)) - 0x4B400000).to(I8)
+        return nearest(y).to(I8)
     f = FLOAT8[kind]
     bits = y.bitcast(vec(I32, y.lanes))
     size = bits & 0x7FFFFFFF

@@ -16,8 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quarrel.cpu_backend.runtime.abi import Fields, KernelDef
-from quarrel.cpu_backend.runtime.ir import F32, I8, I16, I32, Kernel, Val, vec
-from quarrel.cpu_backend.runtime.vector import F32x16, each, f32_to_bf16, f32s, max_lanes, sum_lanes
+from quarrel.cpu_backend.runtime.ir import F32, I8, I16, Kernel, Val
+from quarrel.cpu_backend.runtime.vector import F32x16, each, f32_to_bf16, f32s, max_lanes, nearest, sum_lanes
 
 
 def padded(k: int) -> int:
@@ -69,9 +69,6 @@ class QuantRow:
         return self.split + self.p
 
 
-_MAGIC = 12582912.0  # 1.5 * 2^23: adding it rounds to the nearest integer, ties to even
-
-
 def quantize_block(k: Kernel, row: QuantRow, block: Val, low: Val, high: Val) -> None:
     """Rounds the 32 values of block number `block`, as two <16 x f32>."""
     most = max_lanes(k, k.maximum(k.fabs(low), k.fabs(high)))
@@ -82,7 +79,7 @@ def quantize_block(k: Kernel, row: QuantRow, block: Val, low: Val, high: Val) ->
     sums = []
     for part, x in enumerate((low, high)):
         # The product is at most 127 in magnitude, give or take one rounding, so no clamp is needed.
-        q = (x * k.splat(inverse, 16) + _MAGIC).bitcast(vec(I32, 16)) - 0x4B400000
+        q = nearest(x * k.splat(inverse, 16))
         k.store(q.to(I8), row.codes + (block << 5), 16 * part)
         k.store(q.to(I8), split, 32 * part)
         sums.append(sum_lanes(q))

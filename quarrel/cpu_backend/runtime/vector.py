@@ -9,12 +9,13 @@ from typing import Any
 import llvmlite.binding as llvm
 
 from quarrel.cpu_backend.runtime.features import Level
-from quarrel.cpu_backend.runtime.ir import BF16, F16, F32, I8, I16, I32, I64, Kernel, Val, vec
+from quarrel.cpu_backend.runtime.ir import BF16, F16, F32, I8, I16, I32, I64, Kernel, Val, bits_of, element_of, vec
 from quarrel.ops.activation import NORMAL_TAIL
 
 I32x16 = vec(I32, 16)
 F32x16 = vec(F32, 16)
 I8x64 = vec(I8, 64)
+_TO_WHOLE = 12582912.0  # 1.5 * 2^23: the low bits of a sum with it are the nearest integer, ties to even
 _PAIRS = vec(BF16, 32) if llvm.llvm_version_info[0] > 15 else I32x16
 """What `dot_bf16` has LLVM multiply."""
 
@@ -201,15 +202,20 @@ def max_lanes(k: Kernel, v: Val) -> Val:
     return v[0]
 
 
-def _unpack(a: Val, b: Val, width: int, high: bool) -> Val:
-    """Interleaves runs of `width` lanes from the low or high half of every 128 bits, as punpck does (32-bit lanes)."""
-    lanes = a.lanes
+def unpack(a: Val, b: Val, width: int, high: bool) -> Val:
+    """Interleaves runs of `width` values from the low or high half of every 128 bits, as punpck does."""
+    lanes, each = a.lanes, 128 // bits_of(element_of(a.type))
     picks: list[int] = []
-    for base in range(0, lanes, 4):
-        start = base + (2 if high else 0)
-        for run in range(0, 2, width):
+    for base in range(0, lanes, each):
+        start = base + (each // 2 if high else 0)
+        for run in range(0, each // 2, width):
             picks += [start + run + i for i in range(width)] + [lanes + start + run + i for i in range(width)]
     return a.shuffle(picks, b)
+
+
+def nearest(x: Val) -> Val:
+    """float32 values below 2^22 in magnitude as the nearest i32, ties to even."""
+    return (x + _TO_WHOLE).bitcast(vec(I32, x.lanes)) - 0x4B400000
 
 
 def fold4(k: Kernel, level: Level, vectors: Sequence[Val], largest: int, factors: Val | None = None) -> Val:
@@ -256,15 +262,15 @@ def transpose16(rows: Sequence[Val]) -> list[Val]:
     assert len(rows) == 16
     pairs: list[Val] = []
     for i in range(0, 16, 2):
-        pairs += [_unpack(rows[i], rows[i + 1], 1, False), _unpack(rows[i], rows[i + 1], 1, True)]
+        pairs += [unpack(rows[i], rows[i + 1], 1, False), unpack(rows[i], rows[i + 1], 1, True)]
     quads: list[Val] = []
     for i in range(0, 16, 4):
         lo0, hi0, lo1, hi1 = pairs[i : i + 4]
         quads += [
-            _unpack(lo0, lo1, 2, False),
-            _unpack(lo0, lo1, 2, True),
-            _unpack(hi0, hi1, 2, False),
-            _unpack(hi0, hi1, 2, True),
+            unpack(lo0, lo1, 2, False),
+            unpack(lo0, lo1, 2, True),
+            unpack(hi0, hi1, 2, False),
+            unpack(hi0, hi1, 2, True),
         ]
     # quads[4 * g + c] holds, in its 128-bit part q, column 4 * q + c of rows 4g .. 4g + 3.
     out: list[Val] = [rows[0]] * 16
@@ -337,8 +343,8 @@ def exp(k: Kernel, x: Val) -> Val:
     """e^x, within 2 ulp; 0 below -87.3, clamped above 88.4 (no infinity is ever made). A NaN stays one."""
     tiny = x < -87.3  # what is computed of these is dropped
     x = k.minimum(k.lift(88.3, x.type), x)
-    shifted = k.fma(x, _LOG2E, 12582912.0)  # 1.5 * 2^23: the sum's low mantissa bits are the rounded integer
-    n = shifted - 12582912.0
+    shifted = k.fma(x, _LOG2E, _TO_WHOLE)
+    n = shifted - _TO_WHOLE
     r = k.fma(n, -_LN2_LOW, k.fma(n, -_LN2_HIGH, x))
     p = k.lift(_EXP[0], x.type)
     for c in _EXP[1:]:
