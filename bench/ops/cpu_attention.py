@@ -51,7 +51,7 @@ def main() -> int:
     for shape in args.shapes.split(","):
         for keys in map(int, args.keys.split(",")):
             for kind in args.kinds.split(","):
-                runs, size = attended(kind, keys, chosen, *map(int, shape.split("x")))
+                runs, size = attended(kind, keys, chosen, args.threads, *map(int, shape.split("x")))
                 words = np.ones((len(runs), size // 8), np.int64)
                 sides: list[list[Callable[[], Any]]] = [[*runs], [part.max for part in words]]
                 if args.threads == 1:
@@ -107,18 +107,22 @@ def _all(worker: int, runs: list[Callable[[], Any]]) -> None:
         run()
 
 
-def attended(kind: Any, keys: int, chosen: Level, group: int, n_kv: int, dim: int) -> tuple[list[Callable[[], None]], int]:
-    """One query's chunks of several caches, a key/value head each, and the bytes of its keys and values."""
+def attended(
+    kind: Any, keys: int, chosen: Level, threads: int, group: int, n_kv: int, dim: int
+) -> tuple[list[Callable[[], None]], int]:
+    """One query's chunks of several caches, a key/value head each, and the bytes of its keys and values. Each of so many
+    threads, which take the chunks in turns, has scratch memory of its own."""
     size = 2 * keys * head_bytes(kind, dim)
     caches = [_filled(kind, keys // BLOCK, n_kv, dim) for _ in range(-(-ROTATING // (size * n_kv)))]
     rng = np.random.default_rng(1)
     q = rng.standard_normal((1, n_kv * group * dim)).astype(np.float32)
     y, item, live = np.zeros_like(q), np.array([0, 0, 1, keys - 1]), np.array([1, keys // BLOCK])
     table = np.arange(keys // BLOCK, dtype=np.int32)
-    kernel = attention(Shape(group, n_kv, dim, BLOCK, dim**-0.5, kind=kind), chosen)
-    scratch, function = aligned(kernel.scratch + 64), Kernel(kernel.address(chosen))
+    shape = Shape(group, n_kv, dim, BLOCK, dim**-0.5, kind=kind)
+    kernel = attention(shape, chosen)
+    scratches, function = [aligned(kernel.scratch + 64) for _ in range(threads)], Kernel(kernel.address(chosen))
 
-    def chunk(cache: Cache, head: int) -> Callable[[], None]:
+    def chunk(cache: Cache, head: int, scratch: np.ndarray) -> Callable[[], None]:
         arrays = {"q": q, "y": y, "k_cache": cache.k, "v_cache": cache.v, "items": item, "block_table": table}
         fields = {name: array.ctypes.data for name, array in arrays.items()}
         fields |= {"live_items": live.ctypes.data, "live_blocks": live.ctypes.data + 8, "sinks": 0, "see_to": 0}
@@ -130,7 +134,8 @@ def attended(kind: Any, keys: int, chosen: Level, group: int, n_kv: int, dim: in
 
         return run
 
-    return [chunk(cache, head) for cache in caches for head in range(n_kv)], size
+    chunks = [(cache, head) for cache in caches for head in range(n_kv)]
+    return [chunk(*one, scratches[i % threads]) for i, one in enumerate(chunks)], size
 
 
 def _filled(kind: Any, blocks: int, n_kv: int, dim: int) -> Cache:
