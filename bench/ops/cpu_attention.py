@@ -25,6 +25,7 @@ import numpy as np
 from bench.shared import Notes, command_line
 from quarrel.cpu_backend.attention.attention import attention
 from quarrel.cpu_backend.attention.cache import Cache, head_bytes, new_cache
+from quarrel.cpu_backend.attention.integer import in_integers
 from quarrel.cpu_backend.attention.shape import Shape
 from quarrel.cpu_backend.runtime.features import Level, allowed_cores, level
 from quarrel.cpu_backend.runtime.pool import aligned
@@ -118,7 +119,7 @@ def attended(
     q = rng.standard_normal((1, n_kv * group * dim)).astype(np.float32)
     y, item, live = np.zeros_like(q), np.array([0, 0, 1, keys - 1]), np.array([1, keys // BLOCK])
     table = np.arange(keys // BLOCK, dtype=np.int32)
-    shape = Shape(group, n_kv, dim, BLOCK, dim**-0.5, kind=kind)
+    shape = in_integers(Shape(group, n_kv, dim, BLOCK, dim**-0.5, kind=kind), chosen)
     kernel = attention(shape, chosen)
     scratches, function = [aligned(kernel.scratch + 64) for _ in range(threads)], Kernel(kernel.address(chosen))
 

@@ -9,7 +9,8 @@ to float32 rows, once for all queries; then, in the order of positions,
 
 Where scores read the values too (`latent`), these are rows of the key tile as well, behind the keys' own.
 
-A few query rows, as in decoding, read keys and values in the cache (`direct.py`).
+A few query rows, as in decoding, read keys and values in the cache (`direct.py`). Codes of int8 are multiplied as whole
+numbers where an instruction does that (`integer.py`), however many rows there are.
 
 Splits are cut at fixed positions and summed in order, so a query's result does not depend on its block or its batch.
 """
@@ -21,7 +22,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from quarrel.cpu_backend.attention import direct
+from quarrel.cpu_backend.attention import direct, integer
 from quarrel.cpu_backend.attention.cache import head_bytes
 from quarrel.cpu_backend.attention.direct import by_rows
 from quarrel.cpu_backend.attention.shape import KEYS, SPLIT, Shape
@@ -66,6 +67,9 @@ def _scratch_layout(s: Shape) -> tuple[dict[str, int], int]:
     sizes = {"q": r * d, "k": d * SPLIT, "v": v * SPLIT, "p": r * SPLIT, "o": r * v, "m": r, "l": r, "a": r, "b": r}
     sizes["s"] = direct.MOST_ROWS * v if direct.takes(s) else 0
     sizes["scales"] = SPLIT if s.folds else 0
+    if s.integers:
+        sizes |= {"q": r * integer.query_bytes(s) // 4, "k": integer.tile_bytes(s) // 4}
+        sizes |= {"v": r * integer.WEIGHTS // 4, "s": r * v}
     at, places = 0, {}
     for name, count in sizes.items():
         places[name] = at
@@ -164,12 +168,18 @@ def _seen_to(k: Kernel, a: Fields, row: Val) -> Val:
     return k.load(a.see_to + (row << 2), I32).to(I64) + 1
 
 
-def _in_cache_or_unpacked(
-    k: Kernel, s: Shape, rows: Val, in_cache: Callable[[], None], unpacked: Callable[[], None]
+def _one_way(
+    k: Kernel,
+    s: Shape,
+    rows: Val,
+    integers: Callable[[], None],
+    in_cache: Callable[[], None],
+    unpacked: Callable[[], None],
 ) -> None:
-    """A few query rows read the cache, if the layer can be read so; more of them what was unpacked once for all."""
-    if not direct.takes(s):
-        unpacked()
+    """Integers, where the shape says so; otherwise a few query rows read the cache, if the layer can be read so, and more
+    of them what was unpacked once for all."""
+    if s.integers or not direct.takes(s):
+        (integers if s.integers else unpacked)()
         return
     with k.either(rows <= direct.MOST_ROWS) as (yes, no):
         with yes:
@@ -182,7 +192,7 @@ def attention(s: Shape, level: Level) -> KernelDef:
     """Chunk c is head c % n_kv of a planned item, the last item first (under a causal mask it has the most keys)."""
     places, scratch_bytes = _scratch_layout(s)
     at_q, at_k, at_v, at_p, at_o, at_m, at_l, at_a, at_b, at_s, at_scales = places.values()
-    q_bytes, o_bytes = 4 * s.padded, 4 * s.value_padded
+    q_bytes, o_bytes = integer.query_bytes(s) if s.integers else 4 * s.padded, 4 * s.value_padded
     heads = s.group * s.n_kv
     widest = 4 if level.registers >= 32 else 2
 
@@ -200,7 +210,10 @@ def attention(s: Shape, level: Level) -> KernelDef:
 
         with k.range(0, rows) as r:
             source, to, o = place(r, a.q, s.query_dim), scratch + at_q + r * q_bytes, scratch + at_o + r * o_bytes
-            _scaled_copy(k, s.query_dim, source, to, k.f32(s.scale))
+            if s.integers:
+                integer.store_query(k, s, source, to)
+            else:
+                _scaled_copy(k, s.query_dim, source, to, k.f32(s.scale))
             for d in range(0, s.value_padded, 16):
                 k.store(k.zero(F32x16), o, 4 * d)
             k.store(k.f32(-math.inf), scratch + (r << 2), at_m)
@@ -224,7 +237,11 @@ def attention(s: Shape, level: Level) -> KernelDef:
             def score_in_cache() -> None:
                 direct.scores(k, level, s, scratch + at_q, keys, scratch + at_p, rows, start, (first, count), high)
 
-            _in_cache_or_unpacked(k, s, rows, score_in_cache, score_unpacked)
+            def score_integers() -> None:
+                q, tile, p = (scratch + at for at in (at_q, at_k, at_p))
+                integer.scores(k, level, s, q, (keys, values), tile, p, rows, start, (first, count))
+
+            _one_way(k, s, rows, score_integers, score_in_cache, score_unpacked)
             if s.folds:
                 _copy_scales(k, keys, start, (oldest & -16, count), scratch + at_scales)
             with k.range(0, rows) as r:
@@ -256,7 +273,13 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 direct.weigh_values(k, level, s, scratch + at_p, values, sums, rows, start, (oldest, count), high)
                 direct.add_values(k, s, sums, *(scratch + x for x in (at_o, at_a, at_b)), rows)
 
-            _in_cache_or_unpacked(k, s, rows, weigh_in_cache, weigh_unpacked)
+            def weigh_integers() -> None:
+                p, tile, weights, sums = (scratch + at for at in (at_p, at_k, at_v, at_s))
+                span = (oldest, count)
+                integer.weigh_values(k, level, s, p, (keys, values), tile, weights, sums, rows, start, span, high)
+                direct.add_values(k, s, sums, *(scratch + x for x in (at_o, at_a, at_b)), rows)
+
+            _one_way(k, s, rows, weigh_integers, weigh_in_cache, weigh_unpacked)
         with k.range(0, rows) as r:
             total, factor = k.load(scratch + (r << 2), F32, at_l), k.f32(1.0)
             if s.sinks:
@@ -267,7 +290,10 @@ def attention(s: Shape, level: Level) -> KernelDef:
                 total = total * factor + exp(k, sink - top)
             inverse = k.select(total > 0.0, factor / total, 0.0)
             to, o = place(r, a.y, s.value_dim), scratch + at_o + r * o_bytes
-            _scaled_copy(k, s.value_dim, o, to, inverse)
+            if s.integers:
+                integer.store_result(k, s, o, to, inverse)
+            else:
+                _scaled_copy(k, s.value_dim, o, to, inverse)
 
     paged = ("block_table", "live_blocks", "sinks", "see_to") if s.causal else ("query_start",)
     fields = ("q", "y", "k_cache", "v_cache", "items", "live_items", *paged)
@@ -301,6 +327,8 @@ def build_attention(e: Lowering, node: Node) -> None:
         latent=s.latent,
         spans=s.spans,
     )
+    # float32 arithmetic is more exact than 16 bits of a query.
+    shape = shape if e.plan.exact else integer.in_integers(shape, e.plan.level)
     items, count = _query_blocks(e, shape.queries, query_start, kv_len)
     table = {"block_table": block_table, "live_blocks": e.plan.live("B"), "sinks": rest[0] if s.sinks else None}
     table["see_to"] = rest[-1] if s.spans else None

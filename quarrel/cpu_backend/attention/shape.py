@@ -35,6 +35,8 @@ class Shape:
     """How far away a query sees keys where it sees both sides; 0 for any distance."""
     spans: bool = False
     """Each query says which position it sees up to."""
+    integers: bool = False
+    """Queries, and weights of the softmax, are rounded to 16 bits and multiplied by codes as whole numbers."""
 
     @property
     def folds(self) -> bool:

@@ -109,8 +109,11 @@ class Keys(Source):
 
     def column(self, k: Kernel, level: Level, at: Val, d: Val) -> Val:
         """Sixteen tokens' values in dimension d, of those at `at`, as float32; codes lack their scales."""
-        kind = self.s.kind
-        return decoded(k, level, kind, k.load(at + d * self._pitch, vec(raw_type(kind), 16)))
+        return decoded(k, level, self.s.kind, self.raw(k, at, d))
+
+    def raw(self, k: Kernel, at: Val, d: Val) -> Val:
+        """The same as the cache has them."""
+        return k.load(at + d * self._pitch, vec(raw_type(self.s.kind), 16))
 
     def scales(self, k: Kernel, at: Val) -> Val | None:
         """Of the sixteen tokens at `at`, if they are codes."""
