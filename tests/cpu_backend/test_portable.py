@@ -10,6 +10,7 @@ import pytest
 
 from quarrel.cpu_backend import elementwise, norm, recurrent
 from quarrel.cpu_backend.attention import attention, rope
+from quarrel.cpu_backend.attention.integer import in_integers
 from quarrel.cpu_backend.experts.products import expert_floats
 from quarrel.cpu_backend.formats.table import BLOCKS
 from quarrel.cpu_backend.linear.activations import quantize, to_bfloat16
@@ -48,6 +49,7 @@ def kernels(level: features.Level) -> list[KernelDef]:
         rope.kv_append(level, "fp8_e5m2"),
         attention.attention(shape, level),
         attention.attention(replace(shape, kind="fp8"), level),
+        attention.attention(in_integers(replace(shape, kind="int8"), level), level),
         recurrent.scan2(64, 128, 4),
         sample(1000),
         logprobs(20),
