@@ -26,7 +26,7 @@ from quarrel.ops.kv import LEAST
 QUERY_TOP, WEIGHT_TOP = 127 * 256 + 127, 255 * 256 + 255
 ROWS_AT_ONCE = (4, 2, 1)
 VECTORS = 8
-"""Vectors of both sums that so many rows have at once: four rows of two, and sixteen registers of sums."""
+"""Rows times vectors of sixteen keys or dimensions, of one pass: with two sums each they take sixteen registers."""
 WEIGHTS = 2 * KEYS + 64
 """Bytes of a row's weights of one step: the high bytes, the low ones, and their float32 factor."""
 I8x16 = vec(I8, 16)
@@ -140,6 +140,8 @@ def scores(
         begins = [[k.splat(k.load(row, I32, size * i + 2 * s.dim + 4 * h), 16) for h in (0, 1)] for i in range(n)]
         acc = [[[k.var(begin) for begin in of_row] for _ in range(vectors)] for of_row in begins]
         with k.range(0, s.dim, 4) as d:
+            # Lines are asked for between products: filling a tile needs the queue of misses itself. A key of 4 x 128 from
+            # memory on a Zen 4: 17 ns, with a quarter of the lines there 21.
             with k.when(r.eq(0)):
                 for at in soon:
                     k.prefetch(at + (d << 4), locality=2)
