@@ -91,8 +91,8 @@ def foreseen(limits: Limits, deep: range = range(0)) -> Iterator[Batch]:
     prompts = list(dict.fromkeys(PROMPTS.tokens(n, limits.max_tokens) for n in lengths))
     seqs = [n for n in (1, 8, 128, 2, 4, 16, 32, 64) if n <= most]
 
-    def decode(n: int, splits: bool = False) -> Batch:
-        return Batch(n, n, n, True, False, item_bucket(n, n, splits=splits), splits=splits)
+    def decode(n: int) -> Batch:
+        return Batch(n, n, n, True, False, item_bucket(n, n))
 
     yield Batch(prompts[0], min(2, most), 1, False, True, 0)
     yield decode(1)
@@ -100,14 +100,12 @@ def foreseen(limits: Limits, deep: range = range(0)) -> Iterator[Batch]:
         yield Batch(tokens, min(2, most), 1, False, True, 0)
     for n in seqs[1:]:
         yield decode(n)
-    for n in seqs[1:]:
-        yield decode(n, splits=True)
     yield Batch(1, 1, 1, True, False, item_bucket(MOST_SPLITS, 1))
     if most > 1:
         yield Batch(prompts[-1], most, most, True, True, item_bucket(most, most))
     if limits.max_blocks_per_seq * limits.block_size >= ring.DEEP:
         for n in (n for n in seqs if n in deep):
-            yield replace(decode(n, splits=True), items=item_bucket(n * MOST_SPLITS, n), deep=True)
+            yield replace(decode(n), items=item_bucket(n * MOST_SPLITS, n), deep=True)
 
 
 def _some_of_each(choices: Iterable[Choice]) -> Iterator[int]:

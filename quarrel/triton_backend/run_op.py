@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from quarrel.ops.program import Node, Program
 from quarrel.ops.registry import Registry, lower
 from quarrel.ops.weights import CallWeights
 from quarrel.triton_backend.formats.weights import Weights
-from quarrel.triton_backend.inputs import item_starts
+from quarrel.triton_backend.inputs import batch_of, item_starts
 from quarrel.triton_backend.plan import Plan
 from quarrel.triton_backend.runtime.arrays import DTYPES, Slot
 from quarrel.triton_backend.runtime.cache import from_host, to_host
@@ -126,15 +126,13 @@ def _to_host(flat: torch.Tensor, value: Value, free: Mapping[str, int]) -> Array
 def _live(named: dict[str, Concrete], free: dict[str, int], device: torch.device) -> tuple[Batch, Tables]:
     """Counts and tables of the call; the block table is as wide as it comes."""
     counts = [free.get(axis, 0) for axis in ("T", "S", "R")]
-    starts, new = np.zeros(1, np.int32), np.zeros(0, np.int32)
+    starts, batch = np.zeros(1, np.int32), Batch(*counts, False, False, 0)
     if "query_start" in named:
         query_start, kv_len = named["query_start"], named.get("kv_len", np.zeros(free["S"], np.int32))
         assert isinstance(query_start, np.ndarray)
         assert isinstance(kv_len, np.ndarray)
-        starts, new = item_starts(query_start, kv_len), np.diff(query_start)
-    adjusts = "list_end" in named
-    splits = counts[1] == 1 or bool((np.diff(starts) > 1).any())
-    has = bool((new == 1).any()), bool((new > 1).any())
-    batch = Batch(*counts, *has, int(starts[-1]), adjusts=adjusts, splits=splits)
+        starts = item_starts(query_start, kv_len)
+        batch = replace(batch_of(query_start, kv_len, counts[2], starts), T=counts[0])
+    batch = replace(batch, adjusts="list_end" in named)
     width = torch.tensor([free.get("B", 0)], dtype=torch.int32, device=device)
     return batch, Tables(Slot(torch.from_numpy(starts).to(device)), Slot(width))

@@ -10,6 +10,7 @@ The sums are those of `split.py` in the same order, so that a query's result has
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from quarrel.cpu_backend.attention.cache import decoded, raw_type, value_bytes
 from quarrel.cpu_backend.attention.shape import KEYS, SPLIT, Shape
@@ -51,6 +52,15 @@ def by_rows(k: Kernel, count: Val, at_once: tuple[int, ...], work: Callable[[Val
             r.v = r.v + rows
 
 
+def by_vectors(k: Kernel, first: Val, stop: Val, most: int, work: Callable[[Val, int], None]) -> None:
+    """Calls work(first key, vectors of sixteen) up to `stop`, with `most` vectors while there are so many, then one."""
+    j = k.var(first)
+    for vectors in sorted({most, 1}, reverse=True):
+        with k.loop_while(lambda: j.v + 16 * vectors <= stop):  # noqa: B023
+            work(j.v, vectors)
+            j.v = j.v + 16 * vectors
+
+
 def scores(
     k: Kernel, level: Level, s: Shape, q: Val, keys: Keys, p: Val, rows: Val, start: Val, span: tuple[Val, Val], end: Val
 ) -> None:
@@ -80,11 +90,7 @@ def scores(
         stop = k.minimum(step + KEYS, count + 15 & -16)
 
         def score(r: Val, n: int) -> None:
-            j = k.var(step)
-            for vectors in sorted({key_vectors(n), 1}, reverse=True):
-                with k.loop_while(lambda: j.v + 16 * vectors <= stop):  # noqa: B023
-                    score_keys(r, n, j.v, vectors)
-                    j.v = j.v + 16 * vectors
+            by_vectors(k, step, stop, key_vectors(n), partial(score_keys, r, n))
 
         by_rows(k, rows, widths(s.group, level), score)
 

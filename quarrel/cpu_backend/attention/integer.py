@@ -13,8 +13,9 @@ rows of a chunk read.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
-from quarrel.cpu_backend.attention.direct import by_rows
+from quarrel.cpu_backend.attention.direct import by_rows, by_vectors
 from quarrel.cpu_backend.attention.shape import KEYS, SPLIT, Shape
 from quarrel.cpu_backend.attention.source import Keys, Source
 from quarrel.cpu_backend.attention.split import scale_weights
@@ -161,11 +162,7 @@ def scores(
         store_keys(step, stop)
 
         def score(r: Val, n: int) -> None:
-            j = k.var(step)
-            for vectors in sorted({max(1, VECTORS // n), 1}, reverse=True):
-                with k.loop_while(lambda: j.v + 16 * vectors <= stop):  # noqa: B023
-                    score_keys(r, n, step, j.v, vectors)
-                    j.v = j.v + 16 * vectors
+            by_vectors(k, step, stop, VECTORS // n, partial(score_keys, r, n, step))
 
         by_rows(k, rows, ROWS_AT_ONCE, score)
 

@@ -28,8 +28,8 @@ GROUPS = 256
 """Pairs that the gathering programs group themselves, each by looking at all of them; all pairs of stacks with a bound."""
 _COLUMNS = 1024
 LIKELY, LARGE = 0.7, 1 << 24
-"""Pairs an expert on average from which most experts have one; and values of a matrix from which it does not matter:
-Mixtral's, of 14336 x 4096, take half a percent longer."""
+"""Pairs an expert on average from which most experts have one, and values of a matrix from which nothing is brought to L2
+for that: steps of Mixtral, whose matrices are 14336 x 4096, take half a percent longer with it."""
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -161,17 +161,15 @@ class Ring:
         width = cut.width
         rows, listed = self._rows.tensor, group.listed
         order, starts, ids = group.order.tensor, group.starts.tensor, group.ids.tensor
-        # What up has listed down's copies of weights need not wait for.
-        known = not site.deterministic and group.known and listed.items is not None and listed.rows == width
-        if not known:
-            listed.items, listed.rows = self._items, width
-        assert listed.items is not None
-        items = listed.items.tensor
+        # The product down reads the items that the product up has listed, so its first weights need not wait.
+        before = listed.items if group.known and listed.rows == width and not site.deterministic else None
+        known, items = before is not None, before or self._items
+        listed.items, listed.rows = items, width
         likely = self._experts if each >= LIKELY and not known and self._size < LARGE else 0
         site.launch(
-            gather_by_expert, (pairs + (not known), cdiv(product.padded, _COLUMNS)), rows, items, x.tensor, order, starts,
-            order if group.known else ids, pairs, product.k, EXPERTS=self._experts,
+            gather_by_expert, (pairs + (not known), cdiv(product.padded, _COLUMNS)), rows, items.tensor, x.tensor, order,
+            starts, order if group.known else ids, pairs, product.k, EXPERTS=self._experts,
             PADDED=power_of_two(self._experts), PER_TOKEN=per_token, KP=product.padded, BT=width, C=_COLUMNS,
             GROUPS=0 if group.known else max(16, power_of_two(pairs)), early=starts_early(site),
         )  # fmt: skip
-        product.launch(y.tensor, Rows(product.rows(rows, pairs, width), items, order, 0, known, likely), cut)
+        product.launch(y.tensor, Rows(product.rows(rows, pairs, width), items.tensor, order, 0, known, likely), cut)

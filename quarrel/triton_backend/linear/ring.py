@@ -139,9 +139,9 @@ class Rows(NamedTuple):
     count: int = 0
     """Rows of x of one matrix, which are the rows of y; 0 where items list them."""
     known: bool = False
-    """Whether items were listed before the kernel ahead began."""
+    """Whether an earlier launch of the ring has read the same items (`ring_kernels.py: ring`)."""
     likely: int = 0
-    """So many matrices of which most have an item; 0 for nobody knows."""
+    """How many matrices there are, if most of them are likely to have an item; else 0."""
 
 
 def declines_device(site: Site) -> str | None:
@@ -272,12 +272,13 @@ def _registers(cut: Cut) -> int:
 
 
 def matrices(weights: Sequence[Packed]) -> list[tuple[Packed, int]]:
-    """The matrices whose rows these are, in order, and how many of them each has."""
-    found, i = [], 0
-    while i < len(weights):
-        j = next(j for j in range(len(weights), i, -1) if j == i + 1 or as_one(weights[i:j]) is not None)
-        found.append((as_one(weights[i:j]) or weights[i], j - i))
-        i = j
+    """The matrices whose rows these are, in order, and how many of these each has."""
+    found: list[tuple[Packed, int]] = []
+    rest = list(weights)
+    while rest:
+        count = next((n for n in range(len(rest), 1, -1) if as_one(rest[:n]) is not None), 1)
+        found.append((as_one(rest[:count]) or rest[0], count))
+        rest = rest[count:]
     return found
 
 
@@ -393,10 +394,6 @@ class _Maps:
         self._sums = [site.scratch("one", max(1, *room)) for room in sums]
         kept = max(1, *sums[0][LEAST_ROWS - 1 : MOST_ROWS])
         self._kept_sums = None if maps.left is None else site.lasting("parts", kept, torch.float32)
-
-    def plan(self, count: int) -> _Plan:
-        """Of the first matrix."""
-        return self._matrices[0].plan(count)
 
     def _single(self, plan: _Plan) -> bool:
         """Whether the product itself writes the result."""

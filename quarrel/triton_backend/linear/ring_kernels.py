@@ -138,7 +138,7 @@ def _produce(codes, up_codes, scale, up_scale, bits, up_bits, top, up_top, x, it
                     _bring(bits, up_bits, first, super * (8 * how.BITS), bar, stages.bits.index(at), how)
                 if how.TOP:
                     _bring_transposed(top, up_top, super, first, bar, stages.top.index(at), 1, how)
-            if how.PDL and how.KNOWN:
+            if how.PDL and how.KNOWN:  # waits once: whatever is ahead is over from then on
                 gdc_wait()
             for i in gl.static_range(4 * how.SPAN):
                 _copy(x, [row, step * how.SPAN * 256 + i * 64], bar, stages.x.index(slot * how.SPAN * 4 + i))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,6 +12,15 @@ import triton.language as tl
 from quarrel.triton_backend.formats.pack import ROWS_BESIDE
 from quarrel.triton_backend.runtime.launch import cdiv
 from quarrel.triton_backend.runtime.site import Site, starts_early
+
+
+@triton.jit
+def _total(parts, at, ok, stride, PARTS: tl.constexpr):
+    """Sums of parts, `stride` values apart, in order."""
+    total = tl.load(parts + at, mask=ok, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        total += tl.load(parts + part * stride + at, mask=ok, other=0.0)
+    return total
 
 
 @triton.jit
@@ -27,9 +36,7 @@ def add_parts(
     column = tl.program_id(1) * C + tl.arange(0, C)
     ok = column < N
     at = tl.program_id(0).to(tl.int64) * N + column
-    total = tl.load(parts + at, mask=ok, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * stride + at, mask=ok, other=0.0)
+    total = _total(parts, at, ok, stride, PARTS)
     if BIAS:
         total += tl.load(more.bias + column, mask=ok, other=0.0)
     if ADD:
@@ -44,29 +51,19 @@ def _one_of_three(
     column = first + tl.arange(0, C)
     ok = column < n
     at = tl.program_id(0).to(tl.int64) * width + column
-    total = tl.load(parts + at, mask=ok, other=0.0)
-    for part in tl.static_range(1, PARTS):
-        total += tl.load(parts + part * stride + at, mask=ok, other=0.0)
+    total = _total(parts, at, ok, stride, PARTS)
     if BIAS:
         total += tl.load(bias + column, mask=ok, other=0.0)
     tl.store(y + tl.program_id(0).to(tl.int64) * n + column, total.to(y.dtype.element_ty), mask=ok)
-
-
-class Three(NamedTuple):
-    """Of each of three results, something."""
-
-    a: Any
-    b: Any
-    c: Any
 
 
 @triton.jit
 def add_parts_of_three(
     ys, sums, biases, strides, ns, widths, PARTS: tl.constexpr, BIAS: tl.constexpr, C: tl.constexpr, PDL: tl.constexpr
 ):  # fmt: skip
-    """Three results `[tokens, n]` from sums of parts of K, in order, with biases; all arguments but the last three are a
-    `Three`. Sums are float32 `[PARTS, tokens, n]`, rows `width` values apart and parts `stride`. C divides each n but the
-    last. Grid (tokens, sum of n / C)."""
+    """Three results `[tokens, n]` from sums of parts of K, in order, with biases; PARTS and what stands before it are
+    tuples of three. Sums are float32 `[PARTS, tokens, n]`, rows `width` values apart and parts `stride`. C divides each n
+    but the last. Grid (tokens, sum of n / C)."""
     # Parts of a constant are constants by annotation only (Triton 3.6).
     A: tl.constexpr = PARTS[0]
     B: tl.constexpr = PARTS[1]
@@ -98,7 +95,7 @@ def add_three(
 ) -> None:  # fmt: skip
     """Three results of `count` rows and so many columns each, from their sums and biases, if there are any."""
     site.launch(
-        add_parts_of_three, (count, cdiv(sum(ns), ROWS_BESIDE)), Three(*ys), Three(*(s.tensor[s.first :] for s in sums)),
-        Three(*(biases or ys)), Three(*(count * s.width for s in sums)), Three(*ns), Three(*(s.width for s in sums)),
+        add_parts_of_three, (count, cdiv(sum(ns), ROWS_BESIDE)), tuple(ys), tuple(s.tensor[s.first :] for s in sums),
+        tuple(biases or ys), tuple(count * s.width for s in sums), tuple(ns), tuple(s.width for s in sums),
         PARTS=tuple(s.parts for s in sums), BIAS=bool(biases), C=ROWS_BESIDE, warps=2, early=starts_early(site),
     )  # fmt: skip

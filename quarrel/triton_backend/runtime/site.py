@@ -97,7 +97,7 @@ class Listed:
     rows each has at most."""
 
     items: Slot | None = None
-    rows = 0
+    rows: int = 0
 
 
 class Site(Protocol):
